@@ -1,0 +1,201 @@
+"""What a backend does: one device's part of the vocabulary, no collective, no autograd.
+
+n tokens, v local columns that count (padding is cut off by the caller), H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_entropy.execution import Execution
+from mcore_entropy.statistics import (
+    GradientCoefficients,
+    LogitTransform,
+    Normalizer,
+    PartialStatistics,
+    Wanted,
+)
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """What the rows of one call bring along beside their logits or hidden states.
+
+    Attributes:
+        target: the target's local column, [n] int64; any number outside [0, v) where the target is on
+            another rank, ignored or invalid. None when no log-prob is wanted.
+        temperature: a number, or [n] in the dtype of the statistics.
+        transform: what the model does to its logits before the temperature.
+    """
+
+    target: Tensor | None
+    temperature: float | Tensor
+    transform: LogitTransform | None = None
+
+    def block(self, rows: slice) -> RowInputs:
+        target = None if self.target is None else self.target[rows]
+        temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
+        return RowInputs(target, temperature, self.transform)
+
+    def target_from(self, column: int) -> Tensor | None:
+        """The target's column counted from `column`, for a tile that starts there."""
+        return None if self.target is None else self.target - column
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """What the gradient of n rows needs: the vocabulary's normalizer, the coefficients, and live rows.
+
+    Attributes:
+        live: [n] bool; rows where it is False get a gradient of exactly 0, whatever their logits hold.
+            None when every row is live.
+    """
+
+    normalizer: Normalizer
+    coefficients: GradientCoefficients
+    live: Tensor | None = None
+
+    def block(self, rows: slice) -> RowGradients:
+        def cut(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[rows]
+
+        a, b, c = self.coefficients.a, self.coefficients.b, self.coefficients.c
+        return RowGradients(
+            Normalizer(self.normalizer.maximum[rows], self.normalizer.log_sum[rows]),
+            GradientCoefficients(a[rows], cut(b), cut(c)),
+            cut(self.live),
+        )
+
+
+@dataclass(frozen=True)
+class LinearGradients:
+    """Buffers that a backend adds gradients to; None for a gradient nobody asked for.
+
+    Attributes:
+        hidden: [n, H], fp32 (fp64 for fp64 inputs); this rank's part of the sum over the vocabulary.
+        weight: [v, H], fp32 or fp64, Megatron's ``main_grad`` for instance.
+        bias: [v], fp32 or fp64.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class LogitRows:
+    """Rows of logits [*, v] picked by token number, without ever copying the whole, whatever its layout."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.leading_shape = logits.shape[:-1]
+        self.tokens = self.leading_shape.numel()
+        self.columns = logits.shape[-1]
+        self.device = logits.device
+        self.dtype = logits.dtype
+        self._logits = logits
+        try:
+            self._matrix: Tensor | None = logits.view(self.tokens, self.columns)
+        except RuntimeError:  # the leading dimensions of a transposed tensor do not merge into one stride
+            self._matrix = None
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Rows of the given token numbers, [n, v]; a copy in the logits' dtype."""
+        if self._matrix is not None:
+            return self._matrix.index_select(0, tokens)
+        return self._logits[torch.unravel_index(tokens, self.leading_shape)]
+
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop), [n, v]; a view where the layout allows it."""
+        if self._matrix is not None:
+            return self._matrix[start:stop]
+        return self.read(torch.arange(start, stop, device=self.device))
+
+
+@dataclass(frozen=True)
+class TokenSelection:
+    """The tokens of one call: the range [start, stop), or those numbers of it that `rows` lists.
+
+    Attributes:
+        rows: [n] int64, offsets from start; None for the whole range.
+    """
+
+    start: int
+    stop: int
+    rows: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start if self.rows is None else self.rows.shape[0]
+
+    def block(self, first: int, last: int) -> TokenSelection:
+        """The selected tokens number first to last - 1."""
+        if self.rows is None:
+            return TokenSelection(self.start + first, self.start + last)
+        return TokenSelection(self.start, self.stop, self.rows[first:last])
+
+    def read(self, logits: LogitRows) -> Tensor:
+        if self.rows is None:
+            return logits.read_range(self.start, self.stop)
+        return logits.read(self.rows + self.start)
+
+    def write(self, out: Tensor, values: Tensor) -> None:
+        if self.rows is None:
+            out[self.start : self.stop] = values
+        else:
+            out.index_copy_(0, self.rows + self.start, values.to(out.dtype))
+
+
+class Backend(Protocol):
+    """One device's kernels. Every method leaves its inputs unchanged and overwrites only what it returns."""
+
+    name: str
+
+    def check(self, execution: Execution) -> None:
+        """Raise ValueError for an option that this backend cannot honour."""
+
+    def logits_statistics(
+        self,
+        logits: LogitRows,
+        tokens: TokenSelection,
+        inputs: RowInputs,
+        wanted: Wanted,
+        execution: Execution,
+    ) -> PartialStatistics:
+        """Sums of the selected tokens' logits, [n]."""
+
+    def logits_gradient(
+        self,
+        logits: LogitRows,
+        tokens: TokenSelection,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        out: Tensor,
+        execution: Execution,
+    ) -> None:
+        """Write the selected tokens' gradient into the rows of the same numbers of `out` [N, v]."""
+
+    def linear_statistics(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        wanted: Wanted,
+        execution: Execution,
+    ) -> PartialStatistics:
+        """Sums over the logits hidden [n, H] times weight [v, H] transposed, plus bias [v]; [n]."""
+
+    def linear_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        out: LinearGradients,
+        execution: Execution,
+    ) -> None:
+        """Add the gradients of the same logits to the buffers in `out`."""

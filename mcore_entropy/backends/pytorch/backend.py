@@ -1,0 +1,177 @@
+"""The torch backend: works through rows and columns in tiles whose size a workspace bounds.
+
+The default workspace is 32 MiB on the CPU, where tiles should stay in the cache, and 256 MiB elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mcore_entropy.backends.interface import (
+    LinearGradients,
+    LogitRows,
+    RowGradients,
+    RowInputs,
+    TokenSelection,
+)
+from mcore_entropy.backends.pytorch.products import add_product_, gradient_operand, product
+from mcore_entropy.execution import Execution
+from mcore_entropy.statistics import (
+    PartialStatistics,
+    Wanted,
+    scale_logits_,
+    statistics_dtype,
+    tile_gradient_,
+    tile_statistics_,
+)
+
+_CPU_WORKSPACE_MIB = 32
+_DEVICE_WORKSPACE_MIB = 256
+# Live at once for one tile: the logits, their exponentials, and a third for a softcap's slope, for
+# the squares of a metric or for a half-precision copy.
+_TILES_ALIVE = 3
+# More rows than this bring a matrix product no speed (measured: 2048 is best on CPU), and fewer columns
+# than this lose it.
+_MOST_ROWS = 2048
+_FEWEST_COLUMNS = 64
+
+
+def _cells(device: torch.device, dtype: torch.dtype, execution: Execution) -> int:
+    """How many numbers one tile may hold."""
+    default = _CPU_WORKSPACE_MIB if device.type == "cpu" else _DEVICE_WORKSPACE_MIB
+    return execution.workspace_bytes(default) // (_TILES_ALIVE * statistics_dtype(dtype).itemsize)
+
+
+def _ranges(length: int, at_most: int) -> Iterator[slice]:
+    """[0, length) in slices of nearly equal length."""
+    count = -(-length // max(at_most, 1))
+    for i in range(count):
+        yield slice(length * i // count, length * (i + 1) // count)
+
+
+def _tiles(tokens: int, columns: int, cells: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Row blocks, and the column blocks of each: tiles of a matrix product's [tokens, columns]."""
+    rows_at_most = max(min(_MOST_ROWS, cells // _FEWEST_COLUMNS), 1)
+    for rows in _ranges(tokens, rows_at_most):
+        columns_at_most = max(cells // (rows.stop - rows.start), _FEWEST_COLUMNS)
+        yield rows, list(_ranges(columns, columns_at_most))
+
+
+def _row_tiles(
+    logits: LogitRows, tokens: TokenSelection, execution: Execution
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of whole rows, each a copy in the dtype of the statistics that is free to be overwritten."""
+    cells = _cells(logits.device, logits.dtype, execution)
+    for rows in _ranges(tokens.count, cells // max(logits.columns, 1)):
+        block = tokens.block(rows.start, rows.stop).read(logits)
+        yield rows, block.to(statistics_dtype(block.dtype), copy=True)
+
+
+class TorchBackend:
+    """See `mcore_entropy.backends.interface.Backend`."""
+
+    name = "torch"
+
+    def check(self, execution: Execution) -> None:
+        if execution.logits_budget_mib != 0:
+            raise ValueError(
+                "execution.logits_budget_mib: expected 0 on the torch backend, which always computes "
+                f"logits again in backward, got {execution.logits_budget_mib}"
+            )
+
+    def logits_statistics(
+        self,
+        logits: LogitRows,
+        tokens: TokenSelection,
+        inputs: RowInputs,
+        wanted: Wanted,
+        execution: Execution,
+    ) -> PartialStatistics:
+        like = torch.empty(0, dtype=statistics_dtype(logits.dtype), device=logits.device)
+        parts = [PartialStatistics.empty(0, wanted, like)]
+        for rows, tile in _row_tiles(logits, tokens, execution):
+            block = inputs.block(rows)
+            z = scale_logits_(tile, block.transform, block.temperature)
+            parts.append(tile_statistics_(z, block.target, wanted))
+        return PartialStatistics.concatenated(parts)
+
+    def logits_gradient(
+        self,
+        logits: LogitRows,
+        tokens: TokenSelection,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        out: Tensor,
+        execution: Execution,
+    ) -> None:
+        for rows, tile in _row_tiles(logits, tokens, execution):
+            gradient = _gradient_(tile, inputs.block(rows), gradients.block(rows), first_column=0)
+            tokens.block(rows.start, rows.stop).write(out, gradient)
+
+    def linear_statistics(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        wanted: Wanted,
+        execution: Execution,
+    ) -> PartialStatistics:
+        like = torch.empty(0, dtype=statistics_dtype(hidden.dtype), device=hidden.device)
+        parts = [PartialStatistics.empty(0, wanted, like)]
+        cells = _cells(hidden.device, hidden.dtype, execution)
+        for rows, column_blocks in _tiles(hidden.shape[0], weight.shape[0], cells):
+            block = inputs.block(rows)
+            total = PartialStatistics.empty(rows.stop - rows.start, wanted, like)
+            for columns in column_blocks:
+                z = scale_logits_(
+                    _logits(hidden[rows], weight, bias, columns), block.transform, block.temperature
+                )
+                total = total.merge(tile_statistics_(z, block.target_from(columns.start), wanted))
+            parts.append(total)
+        return PartialStatistics.concatenated(parts)
+
+    def linear_gradients(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        out: LinearGradients,
+        execution: Execution,
+    ) -> None:
+        cells = _cells(hidden.device, hidden.dtype, execution)
+        for rows, column_blocks in _tiles(hidden.shape[0], weight.shape[0], cells):
+            for columns in column_blocks:
+                tile = _logits(hidden[rows], weight, bias, columns)
+                gradient = _gradient_(tile, inputs.block(rows), gradients.block(rows), columns.start)
+                if out.bias is not None:
+                    out.bias[columns] += gradient.sum(0)
+                operand, factor = gradient_operand(gradient, hidden.dtype)
+                if out.hidden is not None:
+                    add_product_(out.hidden[rows], operand, weight[columns], factor)
+                if out.weight is not None:
+                    add_product_(out.weight[columns], operand.t(), hidden[rows], factor)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    tile = product(hidden, weight[columns].t())
+    return tile if bias is None else tile.add_(bias[columns])
+
+
+def _gradient_(tile: Tensor, inputs: RowInputs, gradients: RowGradients, first_column: int) -> Tensor:
+    gradient = tile_gradient_(
+        tile,
+        inputs.transform,
+        inputs.temperature,
+        gradients.normalizer,
+        gradients.coefficients,
+        inputs.target_from(first_column),
+    )
+    if gradients.live is not None:
+        gradient.masked_fill_(~gradients.live.unsqueeze(1), 0.0)
+    return gradient

@@ -1,0 +1,48 @@
+"""How a result is computed, never what: the options every public function takes as ``execution``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Frozen options of one call; the same on every rank of the group.
+
+    Args:
+        backend: ``"auto"`` chooses by the tensor's device; a name (``"torch"``) insists on that backend.
+        workspace_mib: bound in MiB on the temporary buffers of one rank that scale with tokens or
+            vocabulary; None lets the backend choose (see the backend's documentation).
+        logits_budget_mib: MiB of logits that the fused head may keep for its backward instead of computing
+            them again; 0 keeps none. A backend that cannot keep logits refuses any other value.
+        compact_rows: leave masked rows, and in backward rows without an upstream gradient, out of the
+            products. It costs one host sync in a forward with a mask and one in backward; False
+            computes them all and costs none.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    backend: str = "auto"
+    workspace_mib: int | None = None
+    logits_budget_mib: int = 0
+    compact_rows: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str):
+            raise ValueError(f"Execution: expected a backend name, got {self.backend!r}")
+        for name in ("workspace_mib", "logits_budget_mib"):
+            value = getattr(self, name)
+            if value is None and name == "workspace_mib":
+                continue
+            lowest = 1 if name == "workspace_mib" else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ValueError(f"Execution: expected {name} of at least {lowest} MiB, got {value!r}")
+        if not isinstance(self.compact_rows, bool):
+            raise ValueError(f"Execution: expected compact_rows True or False, got {self.compact_rows!r}")
+
+    def workspace_bytes(self, default_mib: int) -> int:
+        """The bound in bytes, or the backend's default."""
+        return (self.workspace_mib or default_mib) * _MIB

@@ -1,0 +1,153 @@
+"""The token axis of both Functions: chunk by chunk through a backend and a reduction, rows left out.
+
+N tokens in all, n of one chunk. Nothing here knows whether a chunk's logits are given or computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_entropy.backends.interface import RowGradients, RowInputs
+from mcore_entropy.functional.agreement import check_agreement
+from mcore_entropy.functional.arguments import TokenArguments
+from mcore_entropy.functional.problem import Problem
+from mcore_entropy.parallel import TokenChunk, reduce_statistics
+from mcore_entropy.statistics import (
+    GradientCoefficients,
+    Normalizer,
+    PartialStatistics,
+    finish,
+    gradient_coefficients,
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one chunk to compute: `kept` lists them, [k], or is None for all n."""
+
+    chunk: TokenChunk
+    kept: Tensor | None
+
+    def of(self, per_token: Tensor) -> Tensor:
+        """These rows of [N], as [k]."""
+        values = self.chunk.take(per_token)
+        return values if self.kept is None else values.index_select(0, self.kept)
+
+
+@dataclass(frozen=True)
+class TokenResults:
+    """Flat results, [N] each, and the normalizer that the backward needs."""
+
+    normalizer: Normalizer
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+def forward_in_chunks(
+    problem: Problem,
+    tokens: TokenArguments,
+    like: Tensor,
+    local_statistics: Callable[[Rows, RowInputs], PartialStatistics],
+) -> TokenResults:
+    """Statistics of every token over the whole vocabulary.
+
+    `local_statistics` gives a chunk's rows' statistics over this rank's columns; it is called for every
+    chunk, with no row at all too, since it may hold a collective. Per chunk one MAX and one SUM all-reduce.
+    `like`: any tensor with the device and dtype of the statistics.
+    """
+    total = PartialStatistics.empty(problem.shape.numel(), problem.wanted, like)
+    for rows in _rows_to_compute(problem, tokens.mask):
+        partial = local_statistics(rows, _row_inputs(problem, tokens, rows))
+        if rows.kept is not None:
+            partial = partial.placed(rows.kept, rows.chunk.tokens)
+        reduced = reduce_statistics(partial, problem.group).present()
+        for name, values in total.present().items():
+            rows.chunk.put(values, reduced[name])
+    return _results(problem, tokens, total)
+
+
+def _results(problem: Problem, tokens: TokenArguments, total: PartialStatistics) -> TokenResults:
+    normalizer, log_probs, entropy, metrics = finish(total, problem.wanted, problem.shard.vocab_size)
+    if log_probs is not None:
+        log_probs = torch.where(tokens.invalid(problem.shard.vocab_size), torch.nan, log_probs)
+        log_probs = torch.where(tokens.ignored(), 0.0, log_probs)
+    if tokens.mask is not None:
+        log_probs = None if log_probs is None else torch.where(tokens.mask, log_probs, 0.0)
+        entropy = None if entropy is None else torch.where(tokens.mask, entropy, 0.0)
+        metrics = {name: torch.where(tokens.mask, value, 0.0) for name, value in metrics.items()}
+    return TokenResults(normalizer, log_probs, entropy, metrics)
+
+
+def backward_in_chunks(
+    problem: Problem,
+    tokens: TokenArguments,
+    results: TokenResults,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    local_gradients: Callable[[Rows, RowInputs, RowGradients], None],
+) -> None:
+    """Hand each chunk's rows that a gradient flows into, and their coefficients, to `local_gradients`.
+
+    It is called for every chunk, with no row at all too. Upstream gradients: [*], any strides, None for none.
+    """
+    grad_log_probs = None if grad_log_probs is None else grad_log_probs.reshape(-1)
+    grad_entropy = None if grad_entropy is None else grad_entropy.reshape(-1)
+    upstream = {"gradient of log_probs": grad_log_probs, "gradient of entropy": grad_entropy}
+    check_agreement(problem.group, {}, upstream)
+    live = torch.zeros_like(results.normalizer.maximum, dtype=torch.bool)
+    if grad_log_probs is not None:
+        nothing = tokens.ignored()
+        if tokens.mask is not None:
+            nothing = nothing | ~tokens.mask
+        grad_log_probs = torch.where(nothing, 0.0, grad_log_probs)
+        # Their log-prob is NaN: so is their gradient, rather than the softmax term alone.
+        invalid = tokens.invalid(problem.shard.vocab_size) & (grad_log_probs != 0)
+        grad_log_probs = torch.where(invalid, torch.nan, grad_log_probs)
+        live |= grad_log_probs != 0
+    if grad_entropy is not None:
+        if tokens.mask is not None:
+            grad_entropy = torch.where(tokens.mask, grad_entropy, 0.0)
+        live |= grad_entropy != 0
+    coefficients = gradient_coefficients(
+        grad_log_probs, grad_entropy, results.entropy, problem.transform, tokens.temperature
+    )
+    for rows in _rows_to_compute(problem, live):
+        gradients = RowGradients(
+            Normalizer(rows.of(results.normalizer.maximum), rows.of(results.normalizer.log_sum)),
+            GradientCoefficients(
+                rows.of(coefficients.a),
+                None if coefficients.b is None else rows.of(coefficients.b),
+                None if coefficients.c is None else rows.of(coefficients.c),
+            ),
+            live=None if problem.execution.compact_rows else rows.of(live),
+        )
+        local_gradients(rows, _row_inputs(problem, tokens, rows), gradients)
+
+
+def _rows_to_compute(problem: Problem, keep: Tensor | None) -> Iterator[Rows]:
+    """The rows of every chunk for which `keep` [N] is True: one host sync, or none if nothing is left out."""
+    chunks = problem.chunks()
+    if keep is None or not problem.execution.compact_rows or not chunks:
+        yield from (Rows(chunk, kept=None) for chunk in chunks)
+        return
+    counts = torch.stack([chunk.take(keep).sum() for chunk in chunks]).tolist()
+    for chunk, count in zip(chunks, counts, strict=True):
+        if count == chunk.tokens:
+            yield Rows(chunk, kept=None)
+        else:
+            # Stable: the kept rows come first and in order. (nonzero would cost a sync for each chunk.)
+            yield Rows(chunk, kept=torch.argsort(~chunk.take(keep), stable=True)[:count])
+
+
+def _row_inputs(problem: Problem, tokens: TokenArguments, rows: Rows) -> RowInputs:
+    target, temperature = tokens.local_target(problem.shard), tokens.temperature
+    return RowInputs(
+        None if target is None else rows.of(target),
+        rows.of(temperature) if isinstance(temperature, Tensor) else temperature,
+        problem.transform,
+    )

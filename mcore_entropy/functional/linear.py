@@ -1,0 +1,310 @@
+"""The fused LM head: log-probability and entropy from hidden states and the head's weight.
+
+[*, H] hidden states of N tokens, V global vocabulary, weight [V/tp, H]. Logits exist one tile at a time:
+they are computed in forward, and again in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_entropy.backends.interface import LinearGradients, RowGradients, RowInputs
+from mcore_entropy.execution import Execution
+from mcore_entropy.functional.agreement import errors_on_every_rank
+from mcore_entropy.functional.arguments import FLOATS, check_tensor
+from mcore_entropy.functional.autograd import (
+    first_derivative_only,
+    named_outputs,
+    outputs_of,
+    restore_for_backward,
+    save_for_backward,
+    without_autocast,
+)
+from mcore_entropy.functional.chunked import Rows, backward_in_chunks, forward_in_chunks
+from mcore_entropy.functional.main_grad import WeightGradient
+from mcore_entropy.functional.problem import Keywords, Problem
+from mcore_entropy.parallel import (
+    TensorParallelGroup,
+    TokenChunk,
+    all_reduce_hidden_gradient,
+    gather_sequence,
+    reduce_scatter_sequence,
+)
+from mcore_entropy.statistics import (
+    LogitTransform,
+    PartialStatistics,
+    TokenStatistics,
+    Wanted,
+    statistics_dtype,
+)
+
+DEFAULT_CHUNK_SIZE = 2048
+"""Tokens of one reduction when chunk_size is None: enough rows for matrix products at full speed."""
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What the fused head takes beside the keywords that all functions share."""
+
+    transform: LogitTransform | None = None
+    sequence_parallel: bool = False
+    tp_group: dist.ProcessGroup | None = None
+    accumulate_into_main_grad: bool = False
+
+
+class _LinearLogProbsAndEntropy(torch.autograd.Function):
+    """Outputs: log_probs [*], entropy [*] or None, then the metrics, which are not differentiable.
+
+    Saved: hidden [*, H] (under sequence parallelism this rank's shard, never the gathered one), weight and
+    bias by reference (under autocast their cast form), the per-token arguments, three numbers a token.
+    Gradients: hidden in its dtype, complete; weight and bias in theirs, accumulated in fp32.
+    """
+
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: LinearOptions,
+        keywords: Keywords,
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, ...]:
+        group = TensorParallelGroup.resolve(options.tp_group)
+        with errors_on_every_rank(group):
+            _check_operands(hidden, weight, bias, autocast_dtype)
+            sections = group.size if options.sequence_parallel else 1
+            shape = hidden.shape[:-1]
+            if sections > 1:
+                if len(shape) == 0:
+                    raise ValueError("hidden: expected [s/tp, ..., H] with sequence_parallel, got [H]")
+                shape = torch.Size((shape[0] * sections, *shape[1:]))
+            problem, tokens = keywords.resolve(
+                group,
+                columns=weight.shape[0],
+                shape=shape,
+                device=hidden.device,
+                dtype=hidden.dtype,
+                default_chunk_size=DEFAULT_CHUNK_SIZE,
+                sections=sections,
+                transform=options.transform,
+            )
+        facts = {
+            "hidden": f"{tuple(hidden.shape)} {hidden.dtype}, needs a gradient: {hidden.requires_grad}",
+            "sequence_parallel": options.sequence_parallel,
+            "weight": f"{weight.dtype}, bias: {bias is not None}",
+        }
+        keywords.verify_agreement(problem, tokens, facts)
+
+        ctx.hidden_dtype = hidden.dtype
+        ctx.weight_gradient = WeightGradient(weight, options.accumulate_into_main_grad)
+        if autocast_dtype is not None:
+            hidden, weight = hidden.to(autocast_dtype), weight.to(autocast_dtype)
+        head = _LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        like = hidden.new_empty(0, dtype=statistics_dtype(hidden.dtype))
+        results = forward_in_chunks(problem, tokens, like, head.statistics)
+        save_for_backward(ctx, (hidden, weight, bias), problem, tokens, results)
+        return outputs_of(ctx, problem, results)
+
+    @staticmethod
+    @without_autocast
+    @first_derivative_only
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+    ) -> tuple[Any, ...]:
+        if grad_log_probs is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        (hidden, weight, bias), tokens, results = restore_for_backward(ctx)
+        needs_hidden, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
+        dtype = statistics_dtype(hidden.dtype)
+        head = _LocalHead(ctx.problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        hidden_gradient = torch.empty_like(head.hidden, dtype=ctx.hidden_dtype) if needs_hidden else None
+        weight_sum = ctx.weight_gradient.buffer(dtype) if needs_weight else None
+        bias_sum = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+
+        def local_gradients(rows: Rows, inputs: RowInputs, gradients: RowGradients) -> None:
+            head.add_gradients(rows, inputs, gradients, weight_sum, bias_sum, hidden_gradient)
+
+        backward_in_chunks(ctx.problem, tokens, results, grad_log_probs, grad_entropy, local_gradients)
+        return (
+            None if hidden_gradient is None else hidden_gradient.view(hidden.shape),
+            None if weight_sum is None else ctx.weight_gradient.result(weight_sum),
+            None if bias_sum is None else bias_sum.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _LocalHead:
+    """This rank's part of the head: the products of a chunk's rows with its columns, and their collectives.
+
+    hidden [N, H], or [N / R, H] under sequence parallelism over R ranks; weight [V/tp, H].
+    """
+
+    def __init__(self, problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        counted = problem.shard.counted
+        self.problem = problem
+        self.hidden = hidden
+        self.weight = weight[:counted]
+        self.bias = None if bias is None else bias[:counted]
+
+    def statistics(self, rows: Rows, inputs: RowInputs) -> PartialStatistics:
+        problem = self.problem
+        return problem.backend.linear_statistics(
+            self._hidden_of(rows), self.weight, self.bias, inputs, problem.wanted, problem.execution
+        )
+
+    def add_gradients(
+        self,
+        rows: Rows,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        weight_sum: Tensor | None,
+        bias_sum: Tensor | None,
+        hidden_gradient: Tensor | None,
+    ) -> None:
+        """Add a chunk's gradients to the sums, and write the complete one of its own rows of hidden."""
+        problem = self.problem
+        hidden = self._hidden_of(rows)
+        if gradients.live is not None:
+            # A left-out row's gradient is 0, but 0 times a NaN in its hidden state would reach the weight.
+            hidden = torch.where(gradients.live.unsqueeze(1), hidden, 0.0)
+        partial = None
+        if hidden_gradient is not None:
+            partial = torch.zeros_like(hidden, dtype=statistics_dtype(hidden.dtype))
+        counted = problem.shard.counted
+        out = LinearGradients(
+            partial,
+            None if weight_sum is None else weight_sum[:counted],
+            None if bias_sum is None else bias_sum[:counted],
+        )
+        problem.backend.linear_gradients(
+            hidden, self.weight, self.bias, inputs, gradients, out, problem.execution
+        )
+        if hidden_gradient is not None and partial is not None:
+            if rows.kept is not None:
+                every_row = partial.new_zeros(rows.chunk.tokens, partial.shape[1])
+                partial = every_row.index_copy_(0, rows.kept, partial)
+            own_rows = hidden_gradient[rows.chunk.start : rows.chunk.stop]
+            own_rows.copy_(self._complete(partial, rows.chunk))
+
+    def _hidden_of(self, rows: Rows) -> Tensor:
+        hidden = self.hidden[rows.chunk.start : rows.chunk.stop]
+        if rows.chunk.sections > 1:
+            hidden = gather_sequence(hidden, self.problem.group)
+        return hidden if rows.kept is None else hidden.index_select(0, rows.kept)
+
+    def _complete(self, partial: Tensor, chunk: TokenChunk) -> Tensor:
+        if chunk.sections > 1:
+            return reduce_scatter_sequence(partial, self.problem.group)
+        return all_reduce_hidden_gradient(partial, self.problem.group)
+
+
+def linear_log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    sequence_parallel: bool = False,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start_index: int | None = None,
+    chunk_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    entropy: bool = True,
+    metrics: tuple[str, ...] = (),
+    execution: Execution | None = None,
+) -> TokenStatistics:
+    """Log-probability of each token's target, and entropy, of the logits hidden @ weight^T + bias.
+
+    No [tokens, vocab] tensor exists, in forward or in backward: logits are computed tile by tile with fp32
+    accumulation, never rounded to half precision, and computed again in backward.
+
+    Args:
+        hidden: hidden states [*, H], bf16, fp16, fp32 or fp64; the same on every rank of the group. With
+            sequence_parallel, dimension 0 is this rank's shard of the sequence: [s/tp, ..., H].
+        weight: this rank's rows of the head's weight, [V/tp, H], in hidden's dtype (under autocast both are
+            cast once, as `torch.nn.functional.linear` would).
+        target: global vocabulary index of each token's target, [*], an integer dtype; full length with
+            sequence_parallel, [s, ...], as are mask, a tensor temperature and the results.
+        bias: [V/tp], any float dtype, added to the fp32 logits.
+        transform: what the model does to its logits after the head (soft-capping, a scale).
+        sequence_parallel: hidden is sharded along dimension 0 over the group, as Megatron's is.
+        mask, temperature, ignore_index, vocab_size, vocab_start_index, tp_group, entropy, metrics,
+            execution: as in `vocab_parallel_log_probs_and_entropy`.
+        chunk_size: tokens of one reduction over the group; None means 2048.
+
+    Returns:
+        TokenStatistics of shape [*] ([s, ...] with sequence_parallel), fp32 (fp64 for fp64 input), the same
+        on every rank of the group.
+
+    Raises:
+        ValueError: an argument does not fit; before any collective.
+
+    Gradients: hidden gets the complete one, summed over the group (with sequence_parallel this rank's
+    shard of it); weight and bias get those of this rank's rows. All are accumulated in fp32; one
+    that needs no gradient costs nothing. Saved for backward: hidden as given, weight, bias, target, mask
+    and a tensor temperature by reference, and three numbers a token.
+
+    Collectives, for each chunk of n tokens: in forward one MAX all-reduce of n and one SUM all-reduce of 3 n
+    numbers (2 n without entropy, more with metrics); in backward one fp32 all-reduce of [n, H] if hidden
+    needs a gradient. With sequence_parallel also an all-gather of [n, H] in forward and again in backward,
+    and a reduce-scatter instead of the all-reduce.
+    """
+    wanted = Wanted.checked(entropy, metrics)
+    keywords = Keywords(
+        target, mask, temperature, ignore_index, vocab_size, vocab_start_index, chunk_size, execution, wanted
+    )
+    return fused_head(hidden, weight, bias, LinearOptions(transform, sequence_parallel, tp_group), keywords)
+
+
+def fused_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LinearOptions, keywords: Keywords
+) -> TokenStatistics:
+    """`linear_log_probs_and_entropy` for callers inside the package, which may ask for main_grad as well."""
+    autocast_dtype = _autocast_dtype(hidden)
+    outputs = _LinearLogProbsAndEntropy.apply(hidden, weight, bias, options, keywords, autocast_dtype)
+    return named_outputs(keywords.wanted.metrics, outputs)
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """What autocast, where it is on, would have `torch.nn.functional.linear` cast its operands to."""
+    if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64:
+        return None
+    device_type = hidden.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _check_operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast_dtype: torch.dtype | None
+) -> None:
+    check_tensor("hidden", hidden, FLOATS, None)
+    check_tensor("weight", weight, FLOATS, hidden.device)
+    if hidden.dim() == 0:
+        raise ValueError("hidden: expected shape [*, H], got a tensor without dimensions")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight: expected shape [V/tp, {hidden.shape[-1]}] for hidden states {tuple(hidden.shape)}, got "
+            f"{tuple(weight.shape)}; an FSDP-sharded weight is only whole inside its module's forward"
+        )
+    if autocast_dtype is None and weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"weight: expected hidden's dtype {hidden.dtype}, got {weight.dtype}; cast one, or use autocast"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, hidden.device)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")

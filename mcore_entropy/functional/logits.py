@@ -1,0 +1,272 @@
+"""Entropy and log-probability from vocabulary-parallel logits that already exist.
+
+[*] any leading shape of N tokens, V global vocabulary, V/tp columns of this rank. One pass over the logits
+in forward, one in backward; temporary buffers are bounded by the backend's workspace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_entropy.backends.interface import LogitRows, RowGradients, RowInputs, TokenSelection
+from mcore_entropy.execution import Execution
+from mcore_entropy.functional.agreement import errors_on_every_rank
+from mcore_entropy.functional.arguments import FLOATS, check_tensor
+from mcore_entropy.functional.autograd import (
+    first_derivative_only,
+    named_outputs,
+    outputs_of,
+    own_output,
+    restore_for_backward,
+    save_for_backward,
+    without_autocast,
+)
+from mcore_entropy.functional.chunked import Rows, TokenResults, backward_in_chunks, forward_in_chunks
+from mcore_entropy.functional.problem import Keywords, Problem
+from mcore_entropy.parallel import TensorParallelGroup
+from mcore_entropy.statistics import PartialStatistics, TokenStatistics, Wanted, statistics_dtype
+
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """Entropy in nats of the distribution over a sharded vocabulary.
+
+    Input: logits [*, V/tp], the same tokens on every rank of the group; the other arguments are those of
+    `vocab_parallel_entropy_with_chunking`, all with defaults. Output: entropy [*], fp32 (fp64 for fp64).
+
+    Gradient: -p (ln p + entropy) / temperature for the logits, in their dtype; nothing else gets one.
+    Saved: the logits by reference, the mask and a tensor temperature, and three numbers a token (maximum,
+    ln S, entropy); never the softmax. Collectives: one MAX and one SUM all-reduce of n and 2 n numbers for
+    each chunk of n tokens in forward, none in backward, none on a single rank.
+    """
+
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        mask: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        vocab_size: int | None = None,
+        vocab_start_index: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        chunk_size: int | None = None,
+        execution: Execution | None = None,
+    ) -> Tensor:
+        wanted = Wanted(target=False)
+        keywords = Keywords(
+            None, mask, temperature, -100, vocab_size, vocab_start_index, chunk_size, execution, wanted
+        )
+        results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
+        return own_output(ctx.problem, results.entropy)  # type: ignore[return-value]
+
+    @staticmethod
+    @without_autocast
+    @first_derivative_only
+    def backward(ctx: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        return _backward(ctx, None, grad_entropy), None, None, None, None, None, None, None
+
+
+class _VocabParallelLogProbsAndEntropy(torch.autograd.Function):
+    """Log-prob and entropy; as `VocabParallelEntropy`, with onehot - p as the log-prob's gradient.
+
+    Outputs: log_probs [*], entropy [*] or None, then the metrics, which are not differentiable.
+    """
+
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
+    ) -> tuple[Tensor | None, ...]:
+        results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
+        return outputs_of(ctx, ctx.problem, results)
+
+    @staticmethod
+    @without_autocast
+    @first_derivative_only
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+    ) -> tuple[Any, ...]:
+        return _backward(ctx, grad_log_probs, grad_entropy), None, None
+
+
+def vocab_parallel_entropy(
+    vocab_parallel_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    vocab_start_index: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    execution: Execution | None = None,
+) -> Tensor:
+    """Entropy of every token's next-token distribution, exact in value and gradient.
+
+    Args:
+        vocab_parallel_logits: this rank's columns of the raw logits, [*, V/tp], bf16, fp16, fp32 or fp64, any
+            strides; never changed.
+        mask: bool [*]; tokens where it is False give 0 and get no gradient, whatever their logits hold.
+        temperature: the logits are divided by it: a positive number, or one per token [*] (a token whose
+            temperature is not above 0 gives NaN).
+        vocab_size: number of columns of the whole vocabulary that count; columns at or beyond it have
+            p = 0. None counts every column, padding too, as Megatron does.
+        vocab_start_index: global index of this rank's first column, for uneven shards (which need
+            vocab_size too); None means equal shards.
+        tp_group: the group the vocabulary is sharded over. None means Megatron's tensor-parallel group where
+            `megatron.core.parallel_state` is initialised, otherwise an unsharded vocabulary.
+        execution: how to compute it; None for the defaults.
+
+    Returns:
+        Entropy in nats, [*], fp32 (fp64 for fp64 logits), the same on every rank of the group.
+
+    Raises:
+        ValueError: an argument does not fit; before any collective.
+
+    Collectives and what is saved for backward: see `VocabParallelEntropy`, with all tokens as one chunk.
+    """
+    entropy: Tensor = VocabParallelEntropy.apply(
+        vocab_parallel_logits, mask, temperature, vocab_size, vocab_start_index, tp_group, None, execution
+    )
+    return entropy
+
+
+def vocab_parallel_entropy_with_chunking(
+    vocab_parallel_logits: Tensor,
+    chunk_size: int = 2048,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    vocab_start_index: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    execution: Execution | None = None,
+) -> Tensor:
+    """`vocab_parallel_entropy` with at most chunk_size tokens in one reduction over the group.
+
+    The token axis is cut whatever the layout, inside one autograd Function, so that nothing is kept per chunk
+    in training either. The other arguments, the result and the errors are those of `vocab_parallel_entropy`.
+    """
+    entropy: Tensor = VocabParallelEntropy.apply(
+        vocab_parallel_logits,
+        mask,
+        temperature,
+        vocab_size,
+        vocab_start_index,
+        tp_group,
+        chunk_size,
+        execution,
+    )
+    return entropy
+
+
+def vocab_parallel_log_probs_and_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start_index: int | None = None,
+    chunk_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    entropy: bool = True,
+    metrics: tuple[str, ...] = (),
+    execution: Execution | None = None,
+) -> TokenStatistics:
+    """Log-probability of each token's target, and entropy, in one pass over vocabulary-parallel logits.
+
+    Args:
+        vocab_parallel_logits: as in `vocab_parallel_entropy`.
+        target: global vocabulary index of each token's target, [*], an integer dtype. A target outside the
+            vocabulary is a ValueError on the CPU; on an accelerator, where looking would cost a host sync
+            (``MCORE_ENTROPY_CHECKS=1`` does look), its log-prob and gradient are NaN.
+        mask: as in `vocab_parallel_entropy`; it rules over target, whose value under a False does not matter.
+        temperature: as in `vocab_parallel_entropy`.
+        ignore_index: a target of this value gives log-prob 0 and no gradient; the entropy is computed.
+        vocab_size, vocab_start_index: as in `vocab_parallel_entropy`.
+        chunk_size: tokens of one reduction over the group; None takes all at once.
+        tp_group: as in `vocab_parallel_entropy`.
+        entropy: False leaves the entropy out: it costs nothing and the result's is None.
+        metrics: detached extras out of ``"sum_pi_squared"``, ``"varentropy"``, ``"max_prob"``.
+        execution: as in `vocab_parallel_entropy`.
+
+    Returns:
+        TokenStatistics of shape [*], fp32 (fp64 for fp64 logits), the same on every rank of the group.
+
+    Raises:
+        ValueError: an argument does not fit; before any collective.
+
+    Collectives: for each chunk of n tokens one MAX all-reduce of n and one SUM all-reduce of 3 n numbers
+    (2 n without entropy, more with metrics) in forward, none in backward. Saved for backward: the logits,
+    target, mask and a tensor temperature by reference, and three numbers a token.
+    """
+    wanted = Wanted.checked(entropy, metrics)
+    keywords = Keywords(
+        target, mask, temperature, ignore_index, vocab_size, vocab_start_index, chunk_size, execution, wanted
+    )
+    return named_outputs(
+        wanted.metrics, _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
+    )
+
+
+def _forward(
+    ctx: Any, logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
+) -> TokenResults:
+    group = TensorParallelGroup.resolve(tp_group)
+    with errors_on_every_rank(group):
+        check_tensor("vocab_parallel_logits", logits, FLOATS, None)
+        if logits.dim() == 0:
+            raise ValueError("vocab_parallel_logits: expected shape [*, V/tp], got a number")
+        shape = logits.shape[:-1]
+        problem, tokens = keywords.resolve(
+            group,
+            columns=logits.shape[-1],
+            shape=shape,
+            device=logits.device,
+            dtype=logits.dtype,
+            default_chunk_size=max(shape.numel(), 1),
+        )
+    keywords.verify_agreement(problem, tokens, {"vocab_parallel_logits": logits.dtype})
+    rows_of_logits = LogitRows(logits[..., : problem.shard.counted])
+
+    def local_statistics(rows: Rows, inputs: RowInputs) -> PartialStatistics:
+        selection = TokenSelection(rows.chunk.start, rows.chunk.stop, rows.kept)
+        return problem.backend.logits_statistics(
+            rows_of_logits, selection, inputs, problem.wanted, problem.execution
+        )
+
+    like = logits.new_empty(0, dtype=statistics_dtype(logits.dtype))
+    results = forward_in_chunks(problem, tokens, like, local_statistics)
+    save_for_backward(ctx, (logits,), problem, tokens, results)
+    return results
+
+
+def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+    if grad_log_probs is None and grad_entropy is None:
+        return None
+    (logits,), tokens, results = restore_for_backward(ctx)
+    problem: Problem = ctx.problem
+    counted = problem.shard.counted
+    rows_of_logits = LogitRows(logits[..., :counted])
+    gradient = logits.new_empty(rows_of_logits.tokens, logits.shape[-1])
+    gradient[:, counted:] = 0
+
+    def local_gradients(rows: Rows, inputs: RowInputs, gradients: RowGradients) -> None:
+        if rows.kept is not None:
+            gradient[rows.chunk.start : rows.chunk.stop, :counted] = 0
+        problem.backend.logits_gradient(
+            rows_of_logits,
+            TokenSelection(rows.chunk.start, rows.chunk.stop, rows.kept),
+            inputs,
+            gradients,
+            gradient[:, :counted],
+            problem.execution,
+        )
+
+    backward_in_chunks(problem, tokens, results, grad_log_probs, grad_entropy, local_gradients)
+    result: Tensor = gradient.view(logits.shape)
+    return result

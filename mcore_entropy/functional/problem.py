@@ -1,0 +1,124 @@
+"""One call brought together: the keywords that all public functions share, resolved into a `Problem`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_entropy.backends import select
+from mcore_entropy.backends.interface import Backend
+from mcore_entropy.execution import Execution
+from mcore_entropy.functional.agreement import check_agreement, check_shards
+from mcore_entropy.functional.arguments import TokenArguments, checked_chunk_size
+from mcore_entropy.parallel import TensorParallelGroup, TokenChunk, VocabShard, token_chunks
+from mcore_entropy.statistics import LogitTransform, Wanted
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about one call that is not a tensor.
+
+    Attributes:
+        shape: the leading shape of the results, N tokens in all.
+        chunk_size: tokens of one reduction.
+        sections: token ranges a chunk takes equal pieces of (see `TokenChunk`).
+    """
+
+    group: TensorParallelGroup
+    shard: VocabShard
+    wanted: Wanted
+    backend: Backend
+    execution: Execution
+    shape: torch.Size
+    chunk_size: int
+    sections: int = 1
+    transform: LogitTransform | None = None
+
+    def chunks(self) -> list[TokenChunk]:
+        return list(token_chunks(self.shape.numel(), self.chunk_size, self.sections))
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """The keywords of the public functions, as the caller gave them."""
+
+    target: Tensor | None
+    mask: Tensor | None
+    temperature: float | Tensor
+    ignore_index: int
+    vocab_size: int | None
+    vocab_start_index: int | None
+    chunk_size: int | None
+    execution: Execution | None
+    wanted: Wanted
+
+    def resolve(
+        self,
+        group: TensorParallelGroup,
+        *,
+        columns: int,
+        shape: torch.Size,
+        device: torch.device,
+        dtype: torch.dtype,
+        default_chunk_size: int,
+        sections: int = 1,
+        transform: LogitTransform | None = None,
+    ) -> tuple[Problem, TokenArguments]:
+        """The problem and its checked per-token arguments.
+
+        Raises:
+            ValueError: a keyword does not fit the logits or hidden states that the other arguments describe.
+        """
+        execution = Execution() if self.execution is None else self.execution
+        if not isinstance(execution, Execution):
+            raise ValueError(f"execution: expected an Execution or None, got {execution!r}")
+        if transform is not None and not isinstance(transform, LogitTransform):
+            raise ValueError(f"transform: expected a LogitTransform or None, got {transform!r}")
+        problem = Problem(
+            group=group,
+            shard=VocabShard.resolve(columns, self.vocab_size, self.vocab_start_index, group),
+            wanted=self.wanted,
+            backend=select(execution),
+            execution=execution,
+            shape=shape,
+            chunk_size=checked_chunk_size(self.chunk_size, default_chunk_size),
+            sections=sections,
+            transform=transform,
+        )
+        tokens = TokenArguments.checked(
+            self.target,
+            self.mask,
+            self.temperature,
+            self.ignore_index,
+            shape=shape,
+            device=device,
+            dtype=dtype,
+            vocab_size=problem.shard.vocab_size,
+        )
+        return problem, tokens
+
+    def verify_agreement(self, problem: Problem, tokens: TokenArguments, inputs: dict[str, Any]) -> None:
+        """With ``MCORE_ENTROPY_CHECKS=1``: every rank was given the same, and the shards fit together."""
+        temperature = tokens.temperature
+        facts = {
+            **inputs,
+            "leading shape": tuple(problem.shape),
+            "vocab_size": problem.shard.vocab_size,
+            "vocab_start_index": "given" if self.vocab_start_index is not None else None,
+            "chunk_size": problem.chunk_size,
+            "ignore_index": tokens.ignore_index,
+            "entropy, metrics": (problem.wanted.entropy, problem.wanted.metrics),
+            "transform": problem.transform,
+            "execution": problem.execution,
+            "temperature": "a tensor" if isinstance(temperature, Tensor) else temperature,
+        }
+        per_token: dict[str, Tensor | None] = {
+            "target": tokens.target,
+            "mask": tokens.mask,
+            "temperature (tensor)": temperature if isinstance(temperature, Tensor) else None,
+        }
+        check_agreement(problem.group, facts, per_token)
+        check_shards(problem.group, problem.shard)

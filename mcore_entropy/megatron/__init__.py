@@ -1,0 +1,1 @@
+"""Megatron-core: the entropy-aware output layer, its swap, arguments, loss, and Megatron on CPU."""

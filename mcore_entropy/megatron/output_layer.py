@@ -1,0 +1,163 @@
+"""`EntropyAwareOutputLayer`: Megatron's output layer that can give statistics instead of logits.
+
+s sequence, b batch, H hidden size, V/tp columns of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcore_entropy.functional.linear import LinearOptions, fused_head
+from mcore_entropy.functional.problem import Keywords
+from mcore_entropy.megatron.arguments import EntropyConfig
+from mcore_entropy.statistics import TokenStatistics, Wanted
+
+try:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+except ImportError as error:
+    raise ImportError(
+        "mcore_entropy's output layer needs Megatron-core: pip install 'mcore-entropy[megatron]'"
+    ) from error
+
+
+@dataclass
+class PendingCall:
+    """What the swap leaves for the layer: the model calls it without keywords of ours.
+
+    Attributes:
+        logits_calls: calls that still come first and want logits: one for each MTP layer.
+        target, mask, temperature: [s, b], as for `EntropyAwareOutputLayer.forward`.
+    """
+
+    logits_calls: int
+    target: Tensor
+    mask: Tensor | None
+    temperature: float | Tensor | None
+    entropy: bool
+
+
+class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
+    """Megatron's `ColumnParallelLinear` that, given a target, results in its log-prob and the entropy.
+
+    Parameters, their names, checkpoints and tied weights are the parent's. `entropy_config` says how to
+    compute; `swap_output_layer` sets it. Logits do not exist with a target: see
+    `linear_log_probs_and_entropy` for dtypes, what is saved, and the collectives, which are over the
+    layer's own tensor-parallel group.
+    """
+
+    entropy_config: EntropyConfig = EntropyConfig()
+    pending_call: PendingCall | None = None
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        target: Tensor | None = None,
+        mask: Tensor | None = None,
+        temperature: float | Tensor | None = None,
+        entropy: bool | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        """The parent's forward without a target, to the bit; statistics with one.
+
+        Args:
+            input_: hidden states [s, b, H], or with sequence parallelism this rank's [s/tp, b, H].
+            weight: [V/tp, H] to use instead of the layer's own (tied embeddings).
+            runtime_gather_output: as the parent's. Statistics are over the whole vocabulary either way.
+            target: labels as global vocabulary indices, [s, b].
+            mask: bool [s, b]; tokens where it is False give 0 and cost nothing.
+            temperature: a number or [s, b]; None for entropy_config's.
+            entropy: whether to compute the entropy; None for entropy_config's.
+
+        Returns:
+            (TokenStatistics of shape [s, b], bias or None) with a target, (logits, bias or None) without:
+            as the parent, the bias comes second, and is left out of the logits, where skip_bias_add is set.
+
+        Raises:
+            ValueError: an argument does not fit, or comes without a target.
+        """
+        if target is None:
+            if mask is not None or temperature is not None or entropy is not None:
+                raise ValueError("target: expected one together with mask, temperature or entropy, got None")
+            pending = self._take_pending_call()
+            if pending is None:
+                logits: tuple[Any, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
+                return logits
+            target, mask, temperature, entropy = (
+                pending.target,
+                pending.mask,
+                pending.temperature,
+                pending.entropy,
+            )
+        statistics = self._statistics(input_, weight, target, mask, temperature, entropy)
+        return statistics, self.bias if self.skip_bias_add else None
+
+    def _take_pending_call(self) -> PendingCall | None:
+        pending = self.pending_call
+        if pending is None:
+            return None
+        if pending.logits_calls > 0:
+            pending.logits_calls -= 1
+            return None
+        self.pending_call = None
+        return pending
+
+    def _statistics(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        target: Tensor,
+        mask: Tensor | None,
+        temperature: float | Tensor | None,
+        entropy: bool | None,
+    ) -> TokenStatistics:
+        config = self.entropy_config
+        if weight is None:
+            weight = self.weight
+        if weight is None:
+            raise ValueError(
+                "weight: expected the tied embedding's, since this layer allocates none of its own, got None"
+            )
+        keywords = Keywords(
+            target,
+            mask,
+            config.temperature if temperature is None else temperature,
+            config.ignore_index,
+            config.vocab_size,
+            None,
+            config.chunk_size,
+            config.execution,
+            Wanted.checked(config.entropy if entropy is None else entropy, config.metrics),
+        )
+        options = LinearOptions(
+            transform=config.transform,
+            sequence_parallel=self.sequence_parallel,
+            tp_group=self.tp_group,
+            accumulate_into_main_grad=self.gradient_accumulation_fusion and weight.requires_grad,
+        )
+        return fused_head(hidden, weight, None if self.skip_bias_add else self.bias, options, keywords)
+
+
+def check_supported(layer: ColumnParallelLinear) -> None:
+    """Raise ValueError, naming the reason, for an output layer whose job ours cannot do."""
+    if type(layer) is not ColumnParallelLinear:
+        raise ValueError(
+            f"output_layer: expected Megatron's ColumnParallelLinear, got {type(layer).__module__}."
+            f"{type(layer).__qualname__}; a head that was replaced or wrapped (LoRA, mxfp8) would be bypassed"
+        )
+    if layer.config.defer_embedding_wgrad_compute:
+        raise ValueError(
+            "defer_embedding_wgrad_compute: expected False, got True; it keeps the whole gradient of the "
+            "logits, which this layer never has"
+        )
+    if layer.is_expert or layer.disable_grad_reduce:
+        raise ValueError(
+            "output_layer: expected the model's head, got an expert's layer or one with disable_grad_reduce, "
+            "whose hidden gradient must not be reduced"
+        )
+    if getattr(layer.config, "use_mup", False):
+        raise ValueError("use_mup: expected False, got True; MuP's output scale is not supported yet")

@@ -1,0 +1,232 @@
+"""`swap_output_layer`: an `EntropyAwareOutputLayer` in the place of a GPTModel's output layer, and back.
+
+Three things of one model instance change: the class of its output_layer, and its methods `_postprocess` and
+`compute_language_model_loss`. docs/decisions/0002-hook.md says why these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mcore_entropy.megatron.arguments import EntropyConfig
+from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall, check_supported
+from mcore_entropy.statistics import TokenStatistics
+
+_SWAP = "_mcore_entropy_swap"
+
+
+@dataclass
+class _Request:
+    """What `SwapHandle.request` was given, and whether a forward has used it."""
+
+    mask: Tensor | None
+    temperature: float | Tensor | None
+    entropy: bool | None
+    used: bool = False
+
+
+class SwapHandle:
+    """What `swap_output_layer` did to a model or its chunks, to pass requests through and to undo it."""
+
+    def __init__(self, config: EntropyConfig, heads: Sequence[_SwappedHead]) -> None:
+        self.config = config
+        self._heads = tuple(heads)
+
+    @contextmanager
+    def request(
+        self,
+        *,
+        mask: Tensor | None = None,
+        temperature: float | Tensor | None = None,
+        entropy: bool | None = None,
+    ) -> Iterator[None]:
+        """Pass what a micro-batch needs to the head, around ``model(..., labels=labels)``.
+
+        Args:
+            mask: bool [b, s], as the labels; tokens where it is False give 0 and cost nothing.
+            temperature: a number or [b, s]; None for the config's.
+            entropy: whether to compute the entropy; None for the config's.
+
+        Raises:
+            RuntimeError: the block ended, without another error, and the head never saw labels: what was
+                asked for would have been ignored. Not on a pipeline stage without a head.
+        """
+        request = _Request(mask, temperature, entropy)
+        outer = [head.request for head in self._heads]
+        for head in self._heads:
+            head.request = request
+        try:
+            yield
+        finally:
+            for head, previous in zip(self._heads, outer, strict=True):
+                head.request = previous
+        if self._heads and not request.used:
+            raise RuntimeError(
+                "request: expected the model to be called with labels inside the block, and it was not; "
+                "mask, temperature and entropy reach the head only there"
+            )
+
+    def restore(self) -> None:
+        """Put the stock head back. Doing it twice does nothing."""
+        for head in self._heads:
+            head.restore()
+        self._heads = ()
+
+
+class _SwappedHead:
+    """One GPTModel whose head is ours."""
+
+    def __init__(self, model: Any, config: EntropyConfig) -> None:
+        self.model = model
+        self.config = config
+        self.request: _Request | None = None
+        self._postprocess = model._postprocess
+        self._compute_language_model_loss = model.compute_language_model_loss
+        layer = model.output_layer
+        layer.__class__ = EntropyAwareOutputLayer
+        layer.entropy_config = config
+        model._postprocess = self._postprocess_with_target
+        model.compute_language_model_loss = self._loss_or_statistics
+        setattr(model, _SWAP, self)
+
+    def restore(self) -> None:
+        if getattr(self.model, _SWAP, None) is not self:
+            return  # another handle of the same swap was first
+        layer = self.model.output_layer
+        layer.__class__ = EntropyAwareOutputLayer.__base__
+        for name in ("entropy_config", "pending_call"):
+            vars(layer).pop(name, None)
+        # Instance attributes that shadowed the class's methods.
+        del self.model._postprocess, self.model.compute_language_model_loss
+        delattr(self.model, _SWAP)
+
+    def _postprocess_with_target(self, **arguments: Any) -> Any:
+        """GPTModel._postprocess, which calls the layer: with labels, the layer finds its target waiting."""
+        labels = arguments.get("labels")
+        if labels is None:
+            return self._postprocess(**arguments)
+        layer = self.model.output_layer
+        layer.pending_call = self._pending_call(labels)
+        try:
+            result = self._postprocess(**arguments)
+            if layer.pending_call is not None:
+                raise RuntimeError(
+                    "GPTModel._postprocess did not call its output layer as often as expected: this version "
+                    f"of Megatron-core treats its {self._mtp_layers()} MTP layers in a way unknown here"
+                )
+        finally:
+            layer.pending_call = None
+        return result
+
+    def _pending_call(self, labels: Tensor) -> PendingCall:
+        mask = temperature = None
+        entropy = self.config.entropy
+        if self.request is not None:
+            self.request.used = True
+            mask, temperature = self.request.mask, self.request.temperature
+            if self.request.entropy is not None:
+                entropy = self.request.entropy
+        return PendingCall(
+            logits_calls=self._mtp_layers(),
+            target=_sequence_first("labels", labels, labels),
+            mask=None if mask is None else _sequence_first("mask", mask, labels),
+            temperature=(
+                _sequence_first("temperature", temperature, labels)
+                if isinstance(temperature, Tensor) and temperature.dim() > 0
+                else temperature
+            ),
+            entropy=entropy,
+        )
+
+    def _mtp_layers(self) -> int:
+        return self.model.config.mtp_num_layers or 0
+
+    def _loss_or_statistics(self, labels: Tensor, logits: Any) -> Any:
+        """GPTModel.compute_language_model_loss, which MTP layers call with logits of theirs."""
+        if not isinstance(logits, TokenStatistics):
+            return self._compute_language_model_loss(labels, logits)
+        return TokenStatistics(
+            _batch_first(logits.log_probs),
+            None if logits.entropy is None else _batch_first(logits.entropy),
+            {name: _batch_first(value) for name, value in logits.metrics.items()},
+        )
+
+
+def _sequence_first(name: str, values: Tensor, labels: Tensor) -> Tensor:
+    """[b, s] as [s, b]."""
+    if not isinstance(values, Tensor) or values.shape != labels.shape or values.dim() != 2:
+        shape = tuple(values.shape) if isinstance(values, Tensor) else values
+        raise ValueError(f"{name}: expected shape [b, s] = {tuple(labels.shape)}, as the labels, got {shape}")
+    return values.transpose(0, 1).contiguous()
+
+
+def _batch_first(values: Tensor) -> Tensor:
+    """[s, b] as [b, s]."""
+    return values.transpose(0, 1).contiguous()
+
+
+def swap_output_layer(model_or_chunks: nn.Module | Sequence[nn.Module], config: EntropyConfig) -> SwapHandle:
+    """Make a GPTModel's output layer an `EntropyAwareOutputLayer`, in place.
+
+    Called with labels, the model then gives `TokenStatistics` in [b, s] instead of a loss (MTP losses stay
+    what they were); without labels it gives the stock head's logits. Parameters, their names, checkpoints and
+    tied weights do not change. Swapping again with an equal config changes nothing.
+
+    Args:
+        model_or_chunks: a GPTModel, wrapped (Float16Module, DistributedDataParallel) or not, or a list of
+            model chunks. A pipeline stage without a head is left alone.
+        config: how to compute the statistics.
+
+    Returns:
+        A handle to pass per-micro-batch requests through and to undo the swap.
+
+    Raises:
+        ValueError: the model or its head is of a kind that cannot be swapped, by name; nothing changes then.
+    """
+    if not isinstance(config, EntropyConfig):
+        raise ValueError(f"config: expected an EntropyConfig, got {config!r}")
+    chunks = [model_or_chunks] if isinstance(model_or_chunks, nn.Module) else list(model_or_chunks)
+    models = [model for chunk in chunks if (model := _model_with_head(chunk)) is not None]
+    swapped = [getattr(model, _SWAP, None) for model in models]
+    for model, head in zip(models, swapped, strict=True):
+        _check_model(model, head, config)
+    return SwapHandle(
+        config, [head or _SwappedHead(model, config) for model, head in zip(models, swapped, strict=True)]
+    )
+
+
+def _model_with_head(chunk: Any) -> Any | None:
+    """The GPTModel inside its wrappers; None on a stage without a head."""
+    while not hasattr(chunk, "post_process") and isinstance(getattr(chunk, "module", None), nn.Module):
+        chunk = chunk.module
+    if not hasattr(chunk, "post_process"):
+        raise ValueError(
+            f"model: expected a Megatron GPTModel or a wrapper of one, got {type(chunk).__name__}"
+        )
+    return chunk if chunk.post_process else None
+
+
+def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -> None:
+    if head is not None:
+        if head.config != config:
+            raise ValueError(
+                f"config: expected the one this model was swapped with, {head.config}, got {config}; call "
+                "restore() on its handle first"
+            )
+        return
+    for method in ("_postprocess", "compute_language_model_loss"):
+        if not hasattr(model, method):
+            raise ValueError(
+                f"model: expected a GPTModel of megatron-core 0.13 or newer, got a {type(model).__name__} "
+                f"without {method}"
+            )
+        if method in vars(model):
+            raise ValueError(
+                f"model: expected GPTModel's own {method}, got one that something else has put in its place"
+            )
+    check_supported(model.output_layer)

@@ -1,0 +1,189 @@
+"""The tensor-parallel group: which columns a rank holds, how tokens are cut, and every collective.
+
+N tokens, n tokens of one chunk, H hidden size. Under sequence parallelism each of the group's R ranks
+holds N / R consecutive tokens of the hidden states; everything per token is full length.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_entropy.statistics import PartialStatistics
+
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """A process group with this rank's place in it; ``process_group`` None is an unsharded vocabulary."""
+
+    process_group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @staticmethod
+    def resolve(tp_group: dist.ProcessGroup | None) -> TensorParallelGroup:
+        """The group to use: the one given, else Megatron's where it is initialised, else a single rank.
+
+        Raises:
+            ValueError: tp_group is no process group, or this rank is not in it.
+        """
+        if tp_group is None:
+            tp_group = _megatron_group()
+            if tp_group is None:
+                return TensorParallelGroup(None, rank=0, size=1)
+        if not isinstance(tp_group, dist.ProcessGroup):
+            raise ValueError(
+                "tp_group: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
+                f"{tp_group!r}; dist.new_group gives ranks outside the group a placeholder, not a group"
+            )
+        return TensorParallelGroup(tp_group, rank=dist.get_rank(tp_group), size=dist.get_world_size(tp_group))
+
+
+def _megatron_group() -> dist.ProcessGroup | None:
+    # Not imported here: whoever initialised Megatron's groups has imported it.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return None
+    group: dist.ProcessGroup | None = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return group
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of the vocabulary.
+
+    Attributes:
+        start: global index of the rank's first column.
+        columns: number of columns the rank holds.
+        vocab_size: columns at or beyond this global index count as p = 0.
+    """
+
+    start: int
+    columns: int
+    vocab_size: int
+
+    @property
+    def counted(self) -> int:
+        """How many of the rank's columns, from its first, belong to the vocabulary."""
+        return min(max(self.vocab_size - self.start, 0), self.columns)
+
+    @staticmethod
+    def resolve(
+        columns: int, vocab_size: int | None, vocab_start_index: int | None, group: TensorParallelGroup
+    ) -> VocabShard:
+        """The shard for `columns` local columns; the arguments are those of the public functions.
+
+        Raises:
+            ValueError: the arguments contradict each other or the number of columns.
+        """
+        for name, value in (("vocab_size", vocab_size), ("vocab_start_index", vocab_start_index)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"{name}: expected an int or None, got {value!r}")
+        if vocab_size is not None and vocab_size <= 0:
+            raise ValueError(f"vocab_size: expected a positive number of columns, got {vocab_size}")
+        if vocab_start_index is None:
+            total = columns * group.size
+            if vocab_size is None:
+                vocab_size = total
+            elif vocab_size > total:
+                raise ValueError(
+                    f"vocab_size: expected at most the {total} columns that {group.size} equal shards of "
+                    f"{columns} hold, got {vocab_size}; uneven shards need vocab_start_index as well"
+                )
+            return VocabShard(group.rank * columns, columns, vocab_size)
+        if vocab_size is None:
+            raise ValueError(
+                "vocab_start_index: expected together with vocab_size, got vocab_size=None; uneven shards "
+                "do not tell one rank how large the vocabulary is"
+            )
+        if vocab_start_index < 0:
+            raise ValueError(f"vocab_start_index: expected 0 or more, got {vocab_start_index}")
+        if group.size == 1 and (vocab_start_index != 0 or vocab_size > columns):
+            raise ValueError(
+                f"vocab_start_index and vocab_size: expected one rank to hold columns 0 to {vocab_size}, got "
+                f"{columns} columns from {vocab_start_index}; is tp_group missing?"
+            )
+        return VocabShard(vocab_start_index, columns, vocab_size)
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Tokens that share a reduction: the rows [start, stop) of each of `sections` equal token ranges.
+
+    There is one section, except under sequence parallelism, where each rank's shard of the sequence is one:
+    then a chunk needs an equal piece of every shard, and the gathered hidden states come in this order.
+    """
+
+    start: int
+    stop: int
+    sections: int
+    tokens_per_section: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sections * (self.stop - self.start)
+
+    def take(self, per_token: Tensor) -> Tensor:
+        """This chunk's rows of [N], as [n]; a view where there is one section."""
+        sections = per_token.view(self.sections, self.tokens_per_section)
+        return sections[:, self.start : self.stop].reshape(-1)
+
+    def put(self, per_token: Tensor, values: Tensor) -> None:
+        """Write [n] to this chunk's rows of [N]."""
+        sections = per_token.view(self.sections, self.tokens_per_section)
+        sections[:, self.start : self.stop] = values.view(self.sections, self.stop - self.start)
+
+
+def token_chunks(tokens: int, chunk_size: int, sections: int = 1) -> Iterator[TokenChunk]:
+    """Cut N tokens into chunks of at most `chunk_size`, and at least one token of every section."""
+    per_section = tokens // sections
+    step = max(chunk_size // sections, 1)
+    for start in range(0, per_section, step):
+        yield TokenChunk(start, min(start + step, per_section), sections, per_section)
+
+
+def reduce_statistics(partial: PartialStatistics, group: TensorParallelGroup) -> PartialStatistics:
+    """Statistics of the whole vocabulary from every rank's part: one MAX and one packed SUM all-reduce.
+
+    A backend's MAX may drop a NaN (gloo's does). The rank that holds it rescales its sums by NaN, so the
+    SUM carries it to every rank.
+    """
+    if group.size == 1:
+        return partial
+    maximum = partial.maximum.clone()
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.process_group)
+    rescaled = partial.rescaled(maximum)
+    sums = rescaled.packed_sums()
+    dist.all_reduce(sums, group=group.process_group)
+    return rescaled.with_sums(sums)
+
+
+def gather_sequence(hidden: Tensor, group: TensorParallelGroup) -> Tensor:
+    """All ranks' rows [n / R, H], in rank order, as [n, H]: one all-gather."""
+    gathered = hidden.new_empty(group.size * hidden.shape[0], hidden.shape[1])
+    dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=group.process_group)
+    return gathered
+
+
+def reduce_scatter_sequence(partial: Tensor, group: TensorParallelGroup) -> Tensor:
+    """This rank's rows [n / R, H] of the sum over ranks of [n, H]: one reduce-scatter."""
+    shard = partial.new_empty(partial.shape[0] // group.size, partial.shape[1])
+    dist.reduce_scatter_tensor(shard, partial.contiguous(), group=group.process_group)
+    return shard
+
+
+def all_reduce_hidden_gradient(partial: Tensor, group: TensorParallelGroup) -> Tensor:
+    """The sum over ranks of [n, H], in place: one all-reduce, none on a single rank."""
+    if group.size > 1:
+        dist.all_reduce(partial, group=group.process_group)
+    return partial
+
+
+def checks_enabled() -> bool:
+    """Whether ``MCORE_ENTROPY_CHECKS=1`` asks for the checks that cost a collective or a host sync."""
+    return os.environ.get("MCORE_ENTROPY_CHECKS", "0") == "1"
