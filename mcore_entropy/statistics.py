@@ -262,12 +262,16 @@ def scale_logits_(tile: Tensor, transform: LogitTransform | None, temperature: f
         if transform.softcap is None:
             tile.mul_(transform.scale)
         else:
-            tile.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap)
+            _tanh_(tile, transform, transform.softcap).mul_(transform.softcap)
     if isinstance(temperature, Tensor):
         tile.div_(temperature.unsqueeze(1))
     elif temperature != 1.0:
         tile.div_(temperature)
     return tile
+
+
+def _tanh_(tile: Tensor, transform: LogitTransform, softcap: float) -> Tensor:
+    return tile.mul_(transform.scale / softcap).tanh_()
 
 
 def tile_statistics_(z: Tensor, target: Tensor | None, wanted: Wanted) -> PartialStatistics:
@@ -344,10 +348,12 @@ def tile_gradient_(
 ) -> Tensor:
     """Gradient with respect to raw logits [n, v], written over them; `target` as in `tile_statistics_`."""
     slope = None
-    z = scale_logits_(tile, transform, 1.0)
     if transform is not None and transform.softcap is not None:
-        slope = (z / transform.softcap).square_().neg_().add_(1.0)
-    z = scale_logits_(z, None, temperature)
+        tanh = _tanh_(tile, transform, transform.softcap)
+        slope = (1.0 + tanh).mul_(1.0 - tanh)
+        z = scale_logits_(tanh.mul_(transform.softcap), None, temperature)
+    else:
+        z = scale_logits_(tile, transform, temperature)
     log_p = z.sub_(normalizer.maximum.unsqueeze(1)).sub_(normalizer.log_sum.unsqueeze(1))
     log_p.clamp_(min=_LOWEST_DIFFERENCE)
     p = log_p.exp()

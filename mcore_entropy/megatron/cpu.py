@@ -110,7 +110,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", _get_rng_state),
         # rerun_state_machine.py:992. Its partner above is replaced, so this one has to be too.
         (torch.cuda, "set_rng_state", _set_rng_state),
-        # random.py:104-177, the tracker's fork and recomputation: default_generators of CUDA.
+        # random.py:104-172, the tracker's fork and recomputation: default_generators of CUDA.
         (random, "_get_cuda_rng_state", _get_rng_state),
         (random, "_set_cuda_rng_state", _set_rng_state),
         # language_module.py:307 (tied weights over pipeline stages), rope_utils.py:64,
@@ -120,7 +120,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # of gradients and parameters with "torch.cuda.FloatTensor" and the like.
         (torch.Tensor, "type", _tensor_type),
         # Literal device="cuda": schedules.py:749, 1121, 2292 (count of tokens);
-        # optimizer.py:315-702 and :1249; clip_grads.py:96-231; grad_scaler.py:15-94;
+        # optimizer.py:315-702 and :1249; clip_grads.py:96-231; grad_scaler.py:20-117;
         # tensor_parallel/data.py:37; utils.py:1332.
         (schedules, "torch", torch_on_cpu),
         (optimizer, "torch", torch_on_cpu),

@@ -33,8 +33,8 @@ _DEVICE_WORKSPACE_MIB = 256
 # Live at once for one tile: the logits, their exponentials, and a third for a softcap's slope, for
 # the squares of a metric or for a half-precision copy.
 _TILES_ALIVE = 3
-# More rows than this bring a matrix product no speed (measured: 2048 is best on CPU), and fewer columns
-# than this lose it.
+# More rows than this bring a matrix product no speed (docs/decisions/0004-torch-tiles.md), and fewer columns
+# than this lose it. Tiles are a multiple of it wide: cuBLAS has no fast kernels for odd row strides.
 _MOST_ROWS = 2048
 _FEWEST_COLUMNS = 64
 
@@ -45,19 +45,20 @@ def _cells(device: torch.device, dtype: torch.dtype, execution: Execution) -> in
     return execution.workspace_bytes(default) // (_TILES_ALIVE * statistics_dtype(dtype).itemsize)
 
 
-def _ranges(length: int, at_most: int) -> Iterator[slice]:
-    """[0, length) in slices of nearly equal length."""
-    count = -(-length // max(at_most, 1))
-    for i in range(count):
-        yield slice(length * i // count, length * (i + 1) // count)
+def _ranges(length: int, at_most: int, multiple: int = 1) -> Iterator[slice]:
+    """[0, length) in slices of nearly equal length, all but the last of a multiple of `multiple`."""
+    count = max(-(-length // max(at_most, 1)), 1)
+    step = -(-length // (count * multiple)) * multiple
+    for start in range(0, length, max(step, 1)):
+        yield slice(start, min(start + step, length))
 
 
 def _tiles(tokens: int, columns: int, cells: int) -> Iterator[tuple[slice, list[slice]]]:
     """Row blocks, and the column blocks of each: tiles of a matrix product's [tokens, columns]."""
     rows_at_most = max(min(_MOST_ROWS, cells // _FEWEST_COLUMNS), 1)
     for rows in _ranges(tokens, rows_at_most):
-        columns_at_most = max(cells // (rows.stop - rows.start), _FEWEST_COLUMNS)
-        yield rows, list(_ranges(columns, columns_at_most))
+        columns_at_most = cells // (rows.stop - rows.start) // _FEWEST_COLUMNS * _FEWEST_COLUMNS
+        yield rows, list(_ranges(columns, max(columns_at_most, _FEWEST_COLUMNS), _FEWEST_COLUMNS))
 
 
 def _row_tiles(

@@ -1,0 +1,63 @@
+# make test      sets everything up, then lint, types and all tests
+# make demo      sets everything up, then trains a small GPT with the entropy-aware head on two ranks
+# make help      lists every target
+
+PYTHON ?= python3
+# One environment belongs to one Python: give another VENV along with another PYTHON.
+VENV ?= .venv
+# What to install. Pin them for a known combination: make test TORCH=torch==2.13.0 MEGATRON=megatron-core==0.16.1
+TORCH ?= torch>=2.8
+MEGATRON ?= megatron-core>=0.13
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint types pytest test demo benchmark format dist clean
+
+help: ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(STAMP) ## create $(VENV) and install the package, editable, with all that development needs
+
+# pip's own choice of torch is, on Linux, a CUDA build of several GB. Where there is no NVIDIA GPU and pip's
+# find-links folder (PIP_FIND_LINKS or pip.conf) holds a wheel that satisfies TORCH, a CPU build as a rule,
+# that one is taken; otherwise pip decides. --no-compile: Python compiles what is imported, a small part.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@command -v nvidia-smi >/dev/null || $(PIP) install --quiet --no-compile --no-index --no-deps '$(TORCH)' 2>/dev/null || true
+	$(PIP) install --no-compile $(if $(CI),--quiet) '$(TORCH)' '$(MEGATRON)' --editable '.[dev]'
+	@touch $@
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+# ARGS goes to pytest or to the program: make pytest ARGS='-k entropy -x'
+pytest: $(STAMP) ## the tests alone
+	$(BIN)/python -m pytest $(ARGS)
+
+test: lint types pytest ## lint, types and all tests
+
+demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	    examples/pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel $(ARGS)
+
+benchmark: $(STAMP) ## time and peak memory against eager
+	$(BIN)/python -m mcore_entropy.cli benchmark $(ARGS)
+
+format: $(STAMP) ## reformat, and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dist: $(STAMP) ## build the sdist and the wheel into dist/
+	$(PIP) install --quiet build
+	$(BIN)/python -m build
+
+clean: ## remove caches and build outputs; environments stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,139 @@
+"""Starting and stopping a run: the process group, the device, and mistakes that are told once.
+
+A rank that exits before the others have heard why leaves them hanging in a collective, or has torchrun kill
+the one that was about to say it. So a mistake of the user is a `UserMistake` raised on *all* ranks: the first
+rank prints it, all meet, and all leave with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+# On every rank Megatron tells of each optional package it does without, and torch of functions renamed since.
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+class UserMistake(Exception):
+    """Something the user can put right. The message is a whole sentence."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, except that every rank reads the same command line and only the first may answer it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserMistake(f"{message}; --help lists the options.")
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that torchrun started (or the only one, without torchrun), and this one's device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def say(self, *lines: str) -> None:
+        if self.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    def meet(self) -> None:
+        """A barrier over gloo: it works before any GPU is touched."""
+        dist.all_reduce(torch.zeros(1))
+
+    def from_rank_zero(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` on rank 0 while the others wait; all get its result, or raise its `UserMistake`."""
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = work()
+            except UserMistake as mistake:
+                answer[1] = str(mistake)
+        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+        if answer[1] is not None:
+            raise UserMistake(answer[1])
+        return answer[0]
+
+
+def choose_device() -> torch.device:
+    """A GPU for each process of this host if there are enough of them, otherwise the CPU.
+
+    CUDA_VISIBLE_DEVICES="" asks for the CPU.
+    """
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= processes:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+@contextmanager
+def world() -> Iterator[World]:
+    """The default process group: gloo for CPU tensors and, where there are GPUs, NCCL for theirs."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it, for overlap
+    device = choose_device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # plain `python pretrain_gpt.py`
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def megatron(world: World, tensor_model_parallel_size: int, seed: int) -> Iterator[None]:
+    """Megatron's process groups and random states. On a CPU, its CUDA calls are led there meanwhile."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from mcore_entropy.megatron.cpu import megatron_on_cpu
+
+    with megatron_on_cpu() if world.device.type == "cpu" else nullcontext():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def run(program: Callable[[World], int]) -> NoReturn:
+    """Runs `program` on every rank and exits with what it returns, or with 2 after a mistake."""
+    with world() as here:
+        try:
+            code = program(here)
+        except UserMistake as mistake:
+            if here.rank == 0:
+                tell(f"{os.path.basename(sys.argv[0])}: error: {mistake}")
+            here.meet()
+            code = 2
+    sys.exit(code)
+
+
+def tell(sentence: str) -> None:
+    """Prints it, and has torchrun repeat it at the end of what it writes about any process that fails."""
+    print(sentence, file=sys.stderr, flush=True)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        with open(error_file, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}}, file)

@@ -1,0 +1,161 @@
+"""The training loop: Megatron's schedule and optimizer, and a loss of log-probability and entropy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import gpt as megatron_gpt
+import report
+import torch
+import torch.distributed as dist
+from compare_stock import Comparison, Head, Sums, entropy_aware_head
+from corpus import END_OF_TEXT_ID, Corpus
+from gpt import ModelInputs
+from launch import World
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tqdm import tqdm
+
+from mcore_entropy import EntropyConfig, swap_output_layer
+
+
+def loss_func(loss_mask: torch.Tensor, entropy_coeff: float, statistics: Any) -> tuple[torch.Tensor, ...]:
+    """Megatron's per-token form: the sum over a micro-batch, its number of tokens, and what to log."""
+    loss = -(statistics.log_probs * loss_mask).sum()
+    entropy = (statistics.entropy * loss_mask).sum()
+    num_tokens = loss_mask.sum().int()
+    objective = loss - entropy_coeff * entropy if entropy_coeff else loss  # at 0 it is only watched
+    return objective, num_tokens, torch.stack([loss.detach(), entropy.detach(), num_tokens])
+
+
+def forward_step(
+    batches: Iterator[ModelInputs], model: Any, *, head: Head, entropy_coeff: float
+) -> tuple[Any, Any]:
+    inputs = next(batches)
+    return head(model, inputs), partial(loss_func, inputs.loss_mask, entropy_coeff)
+
+
+def compute_gradients(
+    head: Head, *, model: DistributedDataParallel, micro_batches: Sequence[ModelInputs], entropy_coeff: float
+) -> Sums:
+    """Leaves the gradients of all ranks' micro-batches in main_grad; returns their loss and entropy."""
+    model.zero_grad_buffer()
+    tokens = micro_batches[0].tokens
+    logged = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, head=head, entropy_coeff=entropy_coeff),
+        data_iterator=iter(micro_batches),
+        model=[model],
+        num_microbatches=len(micro_batches),
+        seq_length=tokens.size(1),
+        micro_batch_size=tokens.size(0),
+        forward_only=False,
+    )
+    sums = torch.stack(logged).sum(0)
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    loss, entropy, num_tokens = sums.tolist()
+    return Sums(loss / max(num_tokens, 1), entropy / max(num_tokens, 1), int(num_tokens))
+
+
+def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
+    """Trains, fills the folder --save, and returns the exit code: 1 where --compare-stock fails."""
+    config = megatron_gpt.transformer_config(args)
+    gpt = megatron_gpt.build_model(args, config, world)
+    entropy_config = EntropyConfig(chunk_size=args.chunk_size)
+    comparison = Comparison(gpt, entropy_config) if args.compare_stock else None
+    if comparison is None:
+        head = entropy_aware_head(swap_output_layer(gpt, entropy_config))
+    model = megatron_gpt.wrap_for_training(gpt, config)
+    optimizer, scheduler = megatron_gpt.build_optimizer(args, model)
+    world.say(*describe(args, world, megatron_gpt.parameter_count(gpt)), f"Text: {text.summary}")
+
+    steps: list[report.Step] = []
+    progress = tqdm(
+        text.batches(
+            seq_length=args.seq_length,
+            batch_size=args.global_batch_size,
+            seed=args.seed,
+            iterations=args.train_iters,
+        ),
+        total=args.train_iters,
+        unit="step",
+        disable=None if world.rank == 0 else True,  # None: shown on a terminal, log lines elsewhere
+    )
+    for iteration, rows in enumerate(progress, start=1):
+        start = time.perf_counter()
+        micro_batches = [
+            ModelInputs.from_rows(micro_batch, end_of_text=END_OF_TEXT_ID, device=world.device)
+            for micro_batch in rows_of_this_rank(rows, args)
+        ]
+        compute = partial(
+            compute_gradients, model=model, micro_batches=micro_batches, entropy_coeff=args.entropy_coeff
+        )
+        optimizer.zero_grad()
+        sums = compute(head) if comparison is None else comparison.step(compute)
+        scheduler.step(increment=1)
+        optimizer.step()
+
+        learning_rate = max(group["lr"] for group in optimizer.param_groups)
+        seconds = time.perf_counter() - start
+        steps.append(report.Step(iteration, sums.loss, sums.entropy, learning_rate, sums.tokens, seconds))
+        progress.set_postfix_str(f"loss {sums.loss:.3f}, entropy {sums.entropy:.3f} nats", refresh=False)
+        if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, args.train_iters)):
+            world.say(
+                f"iteration {iteration:{len(str(args.train_iters))}}/{args.train_iters} | "
+                f"lm loss {sums.loss:.4f} | entropy {sums.entropy:.4f} nats"
+            )
+    progress.close()
+
+    checkpoint = megatron_gpt.save_checkpoint(gpt, world, args)
+    if world.rank == 0:
+        (args.save / "tokenizer.json").write_text(text.tokenizer_json, encoding="utf-8")
+        report.write_json_lines(steps, args.save / "metrics.jsonl")
+        report.plot(steps, args.save / "plot.png", vocab_size=args.vocab_size, title=plot_title(args))
+    if comparison is not None:
+        world.say(*comparison.report())
+    last = steps[-10:]
+    loss, entropy = (math.fsum(getattr(s, name) for s in last) / len(last) for name in ("loss", "entropy"))
+    world.say(
+        f"Loss {steps[0].loss:.2f} -> {loss:.2f}, entropy {steps[0].entropy:.2f} -> {entropy:.2f} nats a "
+        f"token (last {len(last)} iterations); ln V = {math.log(args.vocab_size):.2f}.",
+        f"Plot: {args.save / 'plot.png'} (both curves start at ln V, every token equally likely, and fall); "
+        f"numbers: {args.save / 'metrics.jsonl'}",
+        f"Checkpoint (torch_dist): {checkpoint}; tokenizer: {args.save / 'tokenizer.json'}",
+    )
+    return 0 if comparison is None or comparison.passed() else 1
+
+
+def rows_of_this_rank(rows: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
+    """A data-parallel rank's share of a global batch: [micro-batches, micro-batch size, seq_length + 1]."""
+    shares = rows.view(-1, args.data_parallel_size, args.micro_batch_size, rows.size(1))
+    return shares[:, parallel_state.get_data_parallel_rank()]
+
+
+def describe(args: argparse.Namespace, world: World, parameters: int) -> list[str]:
+    device = world.device
+    where = "CPU, gloo" if device.type == "cpu" else f"{torch.cuda.get_device_name(device)}, NCCL"
+    return [
+        f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {megatron_version}; "
+        f"{where}; {parallelism(args)}",
+        f"GPT: {args.num_layers} layers, hidden {args.hidden_size}, vocabulary {args.vocab_size:,} "
+        f"({args.vocab_size // args.tensor_model_parallel_size:,} a rank), {parameters:,} parameters in "
+        f"{'bf16' if args.bf16 else 'fp32'}; {args.train_iters} iterations of "
+        f"{args.global_batch_size} x {args.seq_length} tokens",
+    ]
+
+
+def plot_title(args: argparse.Namespace) -> str:
+    bonus = f", entropy coefficient {args.entropy_coeff:g}" if args.entropy_coeff else ""
+    return f"GPT of {args.num_layers} layers, hidden {args.hidden_size}; {parallelism(args)}{bonus}"
+
+
+def parallelism(args: argparse.Namespace) -> str:
+    sequence = " with sequence parallelism" if args.sequence_parallel else ""
+    return f"TP {args.tensor_model_parallel_size}{sequence}, DP {args.data_parallel_size}"

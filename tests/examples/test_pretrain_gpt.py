@@ -1,0 +1,129 @@
+"""The demo as users run it: torchrun, two ranks, a tiny model, real text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+for package in ("megatron.core", "tokenizers", "tqdm", "matplotlib"):
+    pytest.importorskip(package)
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "pretrain_gpt.py"
+VOCABULARY = 512
+TINY = [
+    "--data", *(str(Path(sysconfig.get_path("stdlib")) / name) for name in ("argparse.py", "typing.py")),
+    *("--vocab-size", str(VOCABULARY), "--num-layers", "1", "--hidden-size", "32", "--seq-length", "32"),
+    *("--train-iters", "12", "--lr-warmup-iters", "2", "--lr", "1e-2", "--global-batch-size", "16"),
+]  # fmt: skip
+TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--micro-batch-size", "16")
+DATA_PARALLEL = ("--micro-batch-size", "4")  # two micro-batches on each of two ranks
+
+
+def run_demo(*arguments: str, ranks: int | None = 2, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`torchrun pretrain_gpt.py`, or `python pretrain_gpt.py` for ranks=None; on the CPU, in `cwd`."""
+    # Under `torchrun -m pytest` the environment is that of a rank.
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cwd)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    launcher = []
+    if ranks is not None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [sys.executable, *launcher, str(DEMO), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_trains_and_leaves_what_it_says(tmp_path: Path) -> None:
+    run = run_demo(*TINY, *TENSOR_PARALLEL, "--save", "out", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "TP 2 with sequence parallelism, DP 1" in run.stdout
+    out = tmp_path / "out"
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((out / "tokenizer.json").read_text())["model"]["vocab"]) == VOCABULARY
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert (out / "iter_0000012" / "metadata.json").is_file()
+    for named in ("out/plot.png", "out/metrics.jsonl", "out/iter_0000012", "out/tokenizer.json"):
+        assert named in run.stdout
+    steps = metrics(out)
+    assert [step["iteration"] for step in steps] == list(range(1, 13))
+    uniform = math.log(VOCABULARY)
+    assert all(0 < step["entropy"] <= uniform for step in steps)
+    assert steps[0]["loss"] == pytest.approx(uniform, abs=0.3)
+    assert steps[0]["entropy"] == pytest.approx(uniform, abs=0.1)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert steps[-1]["entropy"] < steps[0]["entropy"] - 0.1
+    [kept] = (tmp_path / "mcore-entropy").iterdir()  # no draft is left beside it
+    assert {path.name for path in kept.iterdir()} == {"tokenizer.json", "tokens.pt"}
+
+
+def test_both_heads_agree_and_layout_changes_nothing(tmp_path: Path) -> None:
+    """With an entropy bonus, so that its gradient is compared too; tensor against data parallelism."""
+    losses = []
+    for name, layout in (("tensor", TENSOR_PARALLEL), ("data", DATA_PARALLEL)):
+        run = run_demo(
+            *TINY, *layout, "--compare-stock", "--entropy-coeff", "0.1", "--save", name, cwd=tmp_path
+        )
+        assert run.returncode == 0, run.stderr
+        [verdict] = re.findall(
+            "^Entropy-aware against stock head, 12 iterations: .*", run.stdout, re.MULTILINE
+        )
+        assert verdict.endswith("PASSED")
+        assert re.search(r"^embedding\.word_embeddings\.weight +\d\.\de-\d\d +\d\.\de-\d\d", run.stdout, re.M)
+        losses.append([step["loss"] for step in metrics(tmp_path / name)])
+    # The same batches, weights and updates. Twelve steps of Adam enlarge rounding to some 1e-5 of the loss.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+MISTAKES = {
+    "a file that is not there": (["--data", "absent.txt"], "--data: cannot read absent.txt: No such file"),
+    "too few processes": (
+        ["--tensor-model-parallel-size", "4"],
+        "does not divide the number of processes, 2",
+    ),
+    "a text too short": (["--data", "short.txt"], "the text is too short: "),
+    "an unknown option": (["--tensor-parallel", "2"], "unrecognized arguments: --tensor-parallel 2"),
+}
+
+
+@pytest.mark.parametrize("mistake", ["a file that is not there", "too few processes"])
+def test_a_mistake_ends_all_ranks_and_is_told_by_one(mistake: str, tmp_path: Path) -> None:
+    arguments, sentence = MISTAKES[mistake]
+    run = run_demo(*arguments, cwd=tmp_path)
+    assert run.returncode != 0
+    lines = run.stderr.splitlines()
+    [told] = [line for line in lines if line.startswith("pretrain_gpt.py: error: ")]
+    assert sentence in told
+    assert run.stdout == ""
+    # torchrun's own page follows, traceback and all: its last line repeats the sentence.
+    assert "exitcode  : 2" in run.stderr
+    assert sentence in lines[-2]
+    assert 'pretrain_gpt.py", line' not in run.stderr  # no traceback of ours
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name != "too few processes"])
+def test_a_mistake_is_one_sentence_and_exit_code_2(mistake: str, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Too short to learn from.")
+    arguments, sentence = MISTAKES[mistake]
+    run = run_demo(*arguments, ranks=None, cwd=tmp_path)
+    assert run.returncode == 2
+    [told] = run.stderr.splitlines()
+    assert sentence in told
+    assert run.stdout == ""

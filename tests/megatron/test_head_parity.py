@@ -1,0 +1,228 @@
+"""A GPTModel with the swapped head against an unsharded one whose loss is written out on dense logits.
+
+The truth knows nothing of this package: the stock head's logits, and in fp64 their log_softmax, entropy
+and loss by autograd. (All of Megatron's body cannot run in fp64: attention and norms insist on fp32.) A
+model with the swapped head, sharded or not, must be as near to it as the same model with the stock head,
+in loss, entropy and the gradient of every parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_entropy import EntropyConfig, TokenStatistics
+from tests.megatron.tiny_gpt import (
+    Batch,
+    Step,
+    TinyGPT,
+    build,
+    forward_with_labels,
+    gather,
+    make_batch,
+    model_parallel,
+    needs_megatron,
+    train,
+)
+from tests.ranks import run_ranks
+
+pytestmark = needs_megatron
+
+# How much further from the truth than the stock head: both are sums of a few thousand rounded terms.
+MULTIPLE = 2.0
+# Rounding of the largest entry, in ulp: where the stock head happens to be exact.
+FLOOR_ULP = 16
+
+
+def swap(core: Any, config: EntropyConfig) -> Any:
+    from mcore_entropy import swap_output_layer
+
+    return swap_output_layer(core, config)
+
+
+def statistics_loss(coefficient: float, output: TokenStatistics, batch: Batch) -> tuple[Tensor, Any]:
+    """Masked mean of -log_prob - coefficient * entropy."""
+    assert isinstance(output, TokenStatistics)
+    assert output.entropy is not None
+    mask, count = batch.loss_mask, batch.loss_mask.sum()
+    loss = ((-output.log_probs - coefficient * output.entropy) * mask).sum() / count
+    entropy = (output.entropy * mask).sum() / count
+    return loss, {"loss": loss.detach().clone(), "entropy": entropy.detach().clone()}
+
+
+def dense_loss(coefficient: float, logits: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+    """The same from logits [b, s, V]."""
+    log_p = torch.log_softmax(logits.double(), -1)
+    log_probs = log_p.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+    return statistics_loss(coefficient, TokenStatistics(log_probs, -(log_p.exp() * log_p).sum(-1)), batch)
+
+
+def forward_without_labels(module: Any, batch: Batch) -> Any:
+    return module(batch.tokens, batch.position_ids, batch.attention_mask)
+
+
+def truth_step(options: TinyGPT, coefficient: float) -> Step:
+    with model_parallel(options):
+        model = build(options)
+        return gather(
+            model,
+            train(
+                model,
+                forward=forward_without_labels,
+                loss_function=functools.partial(dense_loss, coefficient),
+            ),
+        )
+
+
+def stock_step(options: TinyGPT) -> Step:
+    with model_parallel(options):
+        model = build(options)
+        return gather(model, train(model))
+
+
+def swapped_step(options: TinyGPT, coefficient: float, config: EntropyConfig) -> Step:
+    with model_parallel(options):
+        model = build(options, prepare=functools.partial(swap, config=config))
+        return gather(model, train(model, loss_function=functools.partial(statistics_loss, coefficient)))
+
+
+@functools.cache
+def truth(tied: bool, coefficient: float) -> Step:
+    return run_ranks(1, truth_step, TinyGPT(tied=tied), coefficient)[0]
+
+
+def errors(step: Step, expected: Step) -> dict[str, float]:
+    """The largest error of each loss and gradient, relative to its largest entry."""
+    assert step.gradients.keys() == expected.gradients.keys()
+    pairs = {name: (gradient, expected.gradients[name]) for name, gradient in step.gradients.items()}
+    for name in step.losses[0]:
+        values = [
+            torch.stack([report[name] for report in losses]) for losses in (step.losses, expected.losses)
+        ]
+        pairs[name] = values[0], values[1]
+    return {
+        name: ((ours.double() - right.double()).abs().max() / right.abs().max()).item()
+        for name, (ours, right) in pairs.items()
+    }
+
+
+LAYOUTS = {
+    "one-rank": TinyGPT(),
+    "one-rank-tied": TinyGPT(tied=True),
+    "tp2": TinyGPT(tensor_parallel=2),
+    "tp2-tied": TinyGPT(tensor_parallel=2, tied=True),
+    "tp2-sp": TinyGPT(tensor_parallel=2, sequence_parallel=True),
+    "tp2-sp-tied": TinyGPT(tensor_parallel=2, sequence_parallel=True, tied=True),
+    "pp2": TinyGPT(pipeline_parallel=2),
+    "pp2-tied": TinyGPT(pipeline_parallel=2, tied=True),
+    "tp2-pp2-sp-tied": TinyGPT(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, tied=True),
+    "tp4": TinyGPT(tensor_parallel=4),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_entropy_and_gradients(layout: str) -> None:
+    options = LAYOUTS[layout]
+    ranks = options.tensor_parallel * options.pipeline_parallel
+    stock = errors(run_ranks(ranks, stock_step, options)[0], truth(options.tied, 0.0))
+    for coefficient in (0.0, 0.3):
+        # An odd chunk size: chunks do not end where sequences or shards do.
+        step = run_ranks(ranks, swapped_step, options, coefficient, EntropyConfig(chunk_size=6))[0]
+        ours = errors(step, truth(options.tied, coefficient))
+        floor = FLOOR_ULP * torch.finfo(torch.float32).eps
+        too_far = {
+            name: (error, stock.get(name, 0.0))
+            for name, error in ours.items()
+            if error > MULTIPLE * stock.get(name, 0.0) + floor
+        }
+        assert not too_far, f"coefficient {coefficient}: (error, stock head's error) of {too_far}"
+
+
+def bf16_steps(options: TinyGPT) -> tuple[Step, Step]:
+    config = EntropyConfig()
+    return stock_step(options), swapped_step(options, 0.0, config)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_float16module_bf16(sequence_parallel: bool) -> None:
+    options = TinyGPT(tensor_parallel=2, sequence_parallel=sequence_parallel, dtype=torch.bfloat16)
+    right = truth(False, 0.0)
+    stock, swapped = (errors(step, right) for step in run_ranks(2, bf16_steps, options)[0])
+    assert swapped.pop("entropy") < 2**-8  # one bf16 ulp of weights, relative
+    too_far = {
+        name: (error, stock[name])
+        for name, error in swapped.items()
+        if error > MULTIPLE * stock[name] + 2**-9
+    }
+    assert not too_far, f"(error, stock head's error) of {too_far}"
+
+
+def mtp_steps(options: TinyGPT) -> tuple[Step, Tensor, Step, Tensor]:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    results: list[Any] = []
+    for step in (stock_step, functools.partial(swapped_step, coefficient=0.0, config=EntropyConfig())):
+        tracked: list[Tensor] = []
+
+        class Keeping(dict):  # type: ignore[type-arg]
+            def clear(self) -> None:
+                # `model_parallel` clears the tracker when it ends.
+                tracked.append(self["values"].clone() if "values" in self else self["loss_values"].clone())
+                super().clear()
+
+        MTPLossLoggingHelper.tracker = Keeping()
+        try:
+            results += [step(options), *tracked]
+        finally:
+            MTPLossLoggingHelper.tracker = {}
+    return tuple(results)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "options", [TinyGPT(mtp_layers=2), TinyGPT(tensor_parallel=2, sequence_parallel=True, mtp_layers=2)]
+)
+def test_mtp_loss_stays_what_it_was(options: TinyGPT) -> None:
+    stock, stock_mtp, swapped, swapped_mtp = run_ranks(options.tensor_parallel, mtp_steps, options)[0]
+    assert stock_mtp.abs().min() > 0
+    torch.testing.assert_close(swapped_mtp, stock_mtp, rtol=1e-6, atol=0)
+    assert any(
+        name.startswith("mtp.") and gradient.abs().max() > 0 for name, gradient in stock.gradients.items()
+    )
+    for name, gradient in stock.gradients.items():
+        difference = (swapped.gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert difference < 2e-6, f"{name}: {difference}"
+
+
+def padded_vocabulary_step(options: TinyGPT) -> list[Tensor]:
+    """Log-probs and entropy of the head, without and with the true vocabulary size, and dense ones."""
+    batch = make_batch(options)
+    results = []
+    with model_parallel(options):
+        logits = forward_without_labels(build(options).core, batch).detach()
+        for vocab_size in (None, options.vocab_size):
+            config = EntropyConfig(vocab_size=vocab_size)
+            model = build(options, prepare=functools.partial(swap, config=config))
+            output = forward_with_labels(model.core, batch)
+            results += [output.log_probs.detach(), output.entropy.detach()]
+        if options.tensor_parallel > 1:
+            from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+            logits = gather_from_tensor_model_parallel_region(logits)
+    for columns in (options.padded_vocab_size, options.vocab_size):
+        log_p = torch.log_softmax(logits[..., :columns].double(), -1)
+        results += [log_p.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)]
+    return results
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_padding_counts_as_megatron_does_unless_vocab_size_is_given(tensor_parallel: int) -> None:
+    results = run_ranks(tensor_parallel, padded_vocabulary_step, TinyGPT(tensor_parallel=tensor_parallel))
+    for values in results:
+        ours, dense = values[:4], values[4:]
+        for mine, right in zip(ours, dense, strict=True):
+            torch.testing.assert_close(mine.double(), right, rtol=2e-6, atol=2e-6)
+        assert (dense[0] - dense[2]).abs().max() > 1e-3  # else the comparison says nothing

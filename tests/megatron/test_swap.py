@@ -1,0 +1,346 @@
+"""`swap_output_layer` and its handle on real GPTModels: what changes, what does not, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_entropy import EntropyConfig, TokenStatistics, linear_log_probs_and_entropy
+from tests.megatron.tiny_gpt import (
+    TinyGPT,
+    build,
+    forward_with_labels,
+    gather,
+    make_batch,
+    model_parallel,
+    needs_megatron,
+    train,
+)
+from tests.ranks import run_ranks
+
+pytestmark = needs_megatron
+
+TP2 = TinyGPT(tensor_parallel=2)
+TP2_SP = TinyGPT(tensor_parallel=2, sequence_parallel=True)
+
+
+def swap(core: Any, config: EntropyConfig | None = None) -> Any:
+    from mcore_entropy import swap_output_layer
+
+    return swap_output_layer(core, config or EntropyConfig())
+
+
+def logits_of(core: Any, options: TinyGPT) -> Tensor:
+    batch = make_batch(options)
+    return core(batch.tokens, batch.position_ids, batch.attention_mask).detach()
+
+
+def stock_swapped_and_restored_logits(options: TinyGPT) -> list[Tensor]:
+    with model_parallel(options):
+        core = build(options).core
+        names, state = list(dict(core.named_parameters())), list(core.state_dict())
+        sharded = list(core.sharded_state_dict())
+        logits = [logits_of(core, options)]
+        handle = swap(core)
+        logits.append(logits_of(core, options))
+        assert type(core.output_layer).__name__ == "EntropyAwareOutputLayer"
+        assert list(dict(core.named_parameters())) == names
+        assert list(core.state_dict()) == state
+        assert list(core.sharded_state_dict()) == sharded
+        handle.restore()
+        handle.restore()
+        logits.append(logits_of(core, options))
+        assert type(core.output_layer).__name__ == "ColumnParallelLinear"
+        assert isinstance(forward_with_labels(core, make_batch(options)), Tensor)
+        assert not [name for name in [*vars(core), *vars(core.output_layer)] if "entropy" in name]
+        return logits
+
+
+@pytest.mark.parametrize("options", [TinyGPT(), TP2, TP2_SP], ids=["one-rank", "tp2", "tp2-sp"])
+def test_without_labels_logits_are_the_stock_heads_to_the_bit(options: TinyGPT) -> None:
+    for stock, swapped, restored in run_ranks(
+        options.tensor_parallel, stock_swapped_and_restored_logits, options
+    ):
+        assert torch.equal(stock, swapped)
+        assert torch.equal(stock, restored)
+
+
+def save_and_load(options: TinyGPT, folder: str) -> list[tuple[Tensor, Tensor]]:
+    from megatron.core import dist_checkpointing
+
+    pairs = []
+    for writer_is_swapped in (True, False):
+        with model_parallel(options):
+            writer, reader = build(options).core, build(options).core
+            swap(writer if writer_is_swapped else reader)
+            with torch.no_grad():
+                for parameter in reader.parameters():
+                    parameter.zero_()
+            path = Path(folder, f"swapped-{writer_is_swapped}")
+            path.mkdir(exist_ok=True)
+            dist_checkpointing.save(writer.sharded_state_dict(), str(path))
+            state = dist_checkpointing.load(reader.sharded_state_dict(), str(path))
+            reader.load_state_dict(state)
+            pairs += [
+                (a.detach(), b.detach())
+                for a, b in zip(writer.parameters(), reader.parameters(), strict=True)
+            ]
+            strict = reader.load_state_dict(writer.state_dict(), strict=True)
+            assert not strict.missing_keys
+            assert not strict.unexpected_keys
+    return pairs
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpoints_load_into_a_stock_model_and_the_other_way_round(tied: bool, tmp_path: Path) -> None:
+    options = TinyGPT(tensor_parallel=2, tied=tied)
+    for pairs in run_ranks(2, save_and_load, options, str(tmp_path)):
+        assert len(pairs) > 10
+        assert all(torch.equal(written, read) for written, read in pairs)
+
+
+def requests(options: TinyGPT) -> dict[str, tuple[TokenStatistics, TokenStatistics]]:
+    """Through the model with a request, and through the public function on the same hidden states."""
+    batch = make_batch(options)
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.rand(batch.labels.shape, generator=generator) > 0.5
+    temperature = 0.5 + torch.rand(batch.labels.shape, generator=generator)
+    with model_parallel(options):
+        core = build(options).core
+        hidden: list[Tensor] = []
+        core.output_layer.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[0]))
+        handle = swap(core, EntropyConfig(temperature=0.8, metrics=("max_prob",)))
+
+        def direct(**keywords: Any) -> TokenStatistics:
+            keywords = {"temperature": 0.8, "metrics": ("max_prob",), **keywords}
+            keywords = {k: v.t().contiguous() if isinstance(v, Tensor) else v for k, v in keywords.items()}
+            return linear_log_probs_and_entropy(
+                hidden[-1],
+                core.output_layer.weight,
+                batch.labels.t().contiguous(),
+                sequence_parallel=options.sequence_parallel,
+                **keywords,
+            )
+
+        results = {"no request": (forward_with_labels(core, batch), direct())}
+        for name, keywords in {
+            "mask": {"mask": mask},
+            "temperature": {"temperature": temperature},
+            "number": {"temperature": 2.0},
+            "no entropy": {"entropy": False},
+            "all": {"mask": mask, "temperature": temperature, "entropy": False},
+        }.items():
+            with handle.request(**keywords):
+                results[name] = forward_with_labels(core, batch), direct(**keywords)
+        results["after"] = forward_with_labels(core, batch), direct()
+    return {
+        name: tuple(
+            TokenStatistics(
+                s.log_probs.detach(), None if s.entropy is None else s.entropy.detach(), s.metrics
+            )
+            for s in pair
+        )
+        for name, pair in results.items()
+    }
+
+
+@pytest.mark.parametrize("options", [TinyGPT(), TP2_SP], ids=["one-rank", "tp2-sp"])
+def test_requests_reach_the_head_one_micro_batch_at_a_time(options: TinyGPT) -> None:
+    for results in run_ranks(options.tensor_parallel, requests, options):
+        for name, (through_model, direct) in results.items():
+            assert torch.equal(through_model.log_probs, direct.log_probs.t()), name
+            assert torch.equal(through_model.metrics["max_prob"], direct.metrics["max_prob"].t()), name
+            assert (through_model.entropy is None) == (direct.entropy is None), name
+            if direct.entropy is not None:
+                assert torch.equal(through_model.entropy, direct.entropy.t()), name
+        before, after = (results[name][0].log_probs for name in ("no request", "after"))
+        assert torch.equal(before, after)
+        assert (before != results["mask"][0].log_probs).any()
+
+
+def policy_and_reference(options: TinyGPT) -> None:
+    batch = make_batch(options)
+    with model_parallel(options):
+        policy, reference = build(options).core, build(options).core
+        alone = forward_with_labels(policy, batch).detach()
+        policy_handle = swap(policy, EntropyConfig(temperature=0.5))
+        reference_handle = swap(reference, EntropyConfig(entropy=False))
+        with policy_handle.request(temperature=2.0):
+            # The reference runs inside the policy's request, and is not touched by it.
+            from_reference = forward_with_labels(reference, batch)
+            from_policy = forward_with_labels(policy, batch)
+        assert from_reference.entropy is None
+        assert from_policy.entropy is not None
+        torch.testing.assert_close(-from_reference.log_probs.detach(), alone, rtol=2e-6, atol=2e-6)
+        assert (from_policy.log_probs - from_reference.log_probs).abs().max() > 1e-2
+        reference_handle.restore()
+        assert isinstance(forward_with_labels(reference, batch), Tensor)
+        assert isinstance(forward_with_labels(policy, batch), TokenStatistics)
+
+
+def test_policy_and_reference_do_not_disturb_each_other() -> None:
+    run_ranks(2, policy_and_reference, TP2)
+
+
+def misuse(options: TinyGPT) -> dict[str, str]:
+    """What is said to each misuse; the model has to work after every one of them."""
+    messages = {}
+    batch = make_batch(options)
+
+    def attempt(name: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except (ValueError, RuntimeError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        assert isinstance(forward_with_labels(core, batch), TokenStatistics)
+        assert isinstance(logits_of(core, options), Tensor)
+
+    with model_parallel(options):
+        core = build(options).core
+        handle = swap(core)
+
+        def request(
+            inside: Callable[[], Any] = lambda: forward_with_labels(core, batch), **keywords: Any
+        ) -> None:
+            with handle.request(**keywords):
+                inside()
+
+        attempt("[s, b] mask", lambda: request(mask=torch.ones(batch.labels.t().shape, dtype=torch.bool)))
+        attempt("float mask", lambda: request(mask=batch.loss_mask))
+        attempt("temperature", lambda: request(temperature=-1.0))
+        attempt("no labels", lambda: request(lambda: logits_of(core, options), temperature=2.0))
+        attempt("label", lambda: forward_with_labels(core, _with_label(batch, options.padded_vocab_size)))
+        attempt("other config", lambda: swap(core, EntropyConfig(temperature=2.0)))
+        attempt("mask without target", lambda: core.output_layer(torch.zeros(8, 2, 32), mask=batch.loss_mask))
+        again = swap(core)
+        again.restore()
+        assert isinstance(forward_with_labels(core, batch), Tensor)
+    return messages
+
+
+def _with_label(batch: Any, label: int) -> Any:
+    return SimpleNamespace(**{**vars(batch), "labels": torch.full_like(batch.labels, label)})
+
+
+@pytest.mark.parametrize("options", [TinyGPT(), TP2], ids=["one-rank", "tp2"])
+def test_misuse_is_named_on_every_rank_and_leaves_the_model_usable(options: TinyGPT) -> None:
+    for messages in run_ranks(options.tensor_parallel, misuse, options):
+        assert messages["[s, b] mask"].startswith("ValueError: mask: expected shape [b, s] = (2, 8)")
+        assert messages["float mask"].startswith("ValueError: mask: expected dtype bool, got torch.float32")
+        assert messages["temperature"].startswith("ValueError: temperature: expected a positive")
+        assert messages["no labels"].startswith("RuntimeError: request: expected the model to be called")
+        assert messages["label"].startswith("ValueError: target: expected values in [0, 64)")
+        assert messages["other config"].startswith("ValueError: config: expected the one this model was")
+        assert messages["mask without target"].startswith("ValueError: target: expected one together with")
+
+
+def refusals(options: TinyGPT) -> dict[str, str]:
+    messages = {}
+    with model_parallel(options):
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        class LoRAColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+            pass
+
+        def refused(name: str, change: Callable[[Any], Any]) -> None:
+            core = build(options).core
+            core = change(core) or core
+            try:
+                swap(core)
+            except ValueError as error:
+                messages[name] = str(error)
+            if hasattr(core, "output_layer"):
+                assert type(core.output_layer).__name__ != "EntropyAwareOutputLayer", name
+
+        def wrap_head(core: Any) -> None:
+            core.output_layer.__class__ = LoRAColumnParallelLinear
+
+        refused("subclass", wrap_head)
+        refused("wrapper", lambda core: setattr(core, "output_layer", torch.nn.Sequential(core.output_layer)))
+        refused("deferred", lambda core: setattr(core.config, "defer_embedding_wgrad_compute", True))
+        refused("patched", lambda core: setattr(core, "compute_language_model_loss", lambda *_: None))
+        refused("no model", lambda core: torch.nn.Linear(2, 2))
+    return messages
+
+
+def test_heads_that_would_be_bypassed_are_refused_by_name() -> None:
+    messages = run_ranks(1, refusals, TinyGPT())[0]
+    assert "LoRAColumnParallelLinear" in messages["subclass"]
+    assert "torch.nn.modules.container.Sequential" in messages["wrapper"]
+    assert "defer_embedding_wgrad_compute" in messages["deferred"]
+    assert "compute_language_model_loss" in messages["patched"]
+    assert "Linear" in messages["no model"]
+
+
+def mean_log_prob(output: TokenStatistics, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    assert output.entropy is not None
+    return (output.entropy - output.log_probs).mean(), {"loss": output.log_probs.detach().mean()}
+
+
+def step_with_fusion(options: TinyGPT, fusion: bool) -> Any:
+    def prepare(core: Any) -> None:
+        swap(core, EntropyConfig(chunk_size=5))
+        # The layer's own switch: Megatron's constructor would ask for apex, which only its kernels need.
+        core.output_layer.gradient_accumulation_fusion = fusion
+        if options.tied:
+            core.shared_embedding_or_output_weight().zero_out_wgrad = True
+
+    with model_parallel(options):
+        model = build(options, prepare=prepare)
+        return gather(model, train(model, loss_function=mean_log_prob))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_gets_the_weight_gradient_once(tied: bool, dtype: torch.dtype) -> None:
+    options = TinyGPT(tensor_parallel=2, tied=tied, dtype=dtype)
+    plain, fused = (run_ranks(2, step_with_fusion, options, fusion)[0] for fusion in (False, True))
+    for name, gradient in plain.gradients.items():
+        # Without fusion autograd rounds each micro-batch's gradient to the weight's dtype.
+        allowed = (torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6) * gradient.abs().max()
+        assert (fused.gradients[name] - gradient).abs().max() <= allowed, name
+
+
+def missing_main_grad(options: TinyGPT) -> str:
+    with model_parallel(options):
+        core = build(options).core
+        swap(core)
+        core.output_layer.gradient_accumulation_fusion = True
+        del core.output_layer.weight.main_grad
+        with pytest.raises(ValueError, match="main_grad") as error:
+            forward_with_labels(core, make_batch(options))
+        return str(error.value)
+
+
+def test_fusion_without_a_main_grad_is_an_error_that_says_what_to_do() -> None:
+    assert "DistributedDataParallel" in run_ranks(1, missing_main_grad, TinyGPT())[0]
+
+
+def chunk_list(options: TinyGPT) -> int:
+    with model_parallel(options):
+        model = build(options)
+        handle = swap([model.wrapped], EntropyConfig())
+        heads = int(model.core.post_process)
+        with handle.request(temperature=2.0):  # unused on the stage without a head, and no error there
+            if heads:
+                assert isinstance(model.core.output_layer, torch.nn.Module)
+                model.core.decoder.set_input_tensor(torch.zeros(8, 2, 32))
+                forward_with_labels(model.wrapped, make_batch(options))
+        handle.restore()
+        return heads
+
+
+def test_a_stage_without_a_head_is_left_alone() -> None:
+    assert run_ranks(2, chunk_list, TinyGPT(pipeline_parallel=2)) == [0, 1]
+
+
+def test_the_config_is_checked() -> None:
+    for name, bad in {"temperature": 0.0, "chunk_size": 0, "vocab_size": -1, "metrics": ("entropy",)}.items():
+        with pytest.raises(ValueError, match=name):
+            EntropyConfig(**{name: bad})
