@@ -48,7 +48,7 @@ demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 	    examples/pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel $(ARGS)
 
 benchmark: $(STAMP) ## time and peak memory against eager
-	$(BIN)/python -m mcore_entropy.cli benchmark $(ARGS)
+	$(BIN)/python -m tests.benchmarks.fused_head $(ARGS)
 
 format: $(STAMP) ## reformat, and mend what ruff can mend
 	$(BIN)/ruff check --fix .

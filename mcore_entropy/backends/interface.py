@@ -5,6 +5,7 @@ n tokens, v local columns that count (padding is cut off by the caller), H hidde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,10 +37,14 @@ class RowInputs:
     temperature: float | Tensor
     transform: LogitTransform | None = None
 
-    def block(self, rows: slice) -> RowInputs:
-        target = None if self.target is None else self.target[rows]
-        temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
+    def rows(self, pick: Callable[[Tensor], Tensor]) -> RowInputs:
+        """The inputs of the rows that `pick` takes out of every [n] tensor."""
+        target = None if self.target is None else pick(self.target)
+        temperature = pick(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature
         return RowInputs(target, temperature, self.transform)
+
+    def block(self, rows: slice) -> RowInputs:
+        return self.rows(lambda per_row: per_row[rows])
 
     def target_from(self, column: int) -> Tensor | None:
         """The target's column counted from `column`, for a tile that starts there."""
@@ -59,16 +64,21 @@ class RowGradients:
     coefficients: GradientCoefficients
     live: Tensor | None = None
 
-    def block(self, rows: slice) -> RowGradients:
-        def cut(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[rows]
+    def rows(self, pick: Callable[[Tensor], Tensor]) -> RowGradients:
+        """What the gradient of the rows needs that `pick` takes out of every [n] tensor."""
+
+        def pick_if_there(per_row: Tensor | None) -> Tensor | None:
+            return None if per_row is None else pick(per_row)
 
         a, b, c = self.coefficients.a, self.coefficients.b, self.coefficients.c
         return RowGradients(
-            Normalizer(self.normalizer.maximum[rows], self.normalizer.log_sum[rows]),
-            GradientCoefficients(a[rows], cut(b), cut(c)),
-            cut(self.live),
+            Normalizer(pick(self.normalizer.maximum), pick(self.normalizer.log_sum)),
+            GradientCoefficients(pick(a), pick_if_there(b), pick_if_there(c)),
+            pick_if_there(self.live),
         )
+
+    def block(self, rows: slice) -> RowGradients:
+        return self.rows(lambda per_row: per_row[rows])
 
 
 @dataclass(frozen=True)

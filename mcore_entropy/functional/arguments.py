@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_entropy.backends.interface import RowInputs
 from mcore_entropy.parallel import VocabShard, checks_enabled
-from mcore_entropy.statistics import positive_or_nan, statistics_dtype
+from mcore_entropy.statistics import LogitTransform, positive_or_nan, statistics_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -80,13 +81,13 @@ class TokenArguments:
         assert self.target is not None
         return ((self.target < 0) | (self.target >= vocab_size)) & ~self.ignored()
 
-    def local_target(self, shard: VocabShard) -> Tensor | None:
-        """The target's column on this rank, [N]; -1 where it is on another rank, ignored or invalid."""
+    def row_inputs(self, shard: VocabShard, transform: LogitTransform | None) -> RowInputs:
+        """What all N rows bring along to a backend that holds `shard`."""
         if self.target is None:
-            return None
+            return RowInputs(None, self.temperature, transform)
         column = self.target - shard.start
         here = (column >= 0) & (column < shard.counted) & ~self.ignored()
-        return torch.where(here, column, -1)
+        return RowInputs(torch.where(here, column, -1), self.temperature, transform)
 
     def _check_target_range(self, vocab_size: int) -> None:
         if self.target is None or self.target.device.type == "meta":

@@ -63,6 +63,8 @@ def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(ctx: Any, *args: Any) -> Any:
         device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
+        if not torch.amp.is_autocast_available(device):
+            return method(ctx, *args)
         with torch.autocast(device_type=device, enabled=False):
             return method(ctx, *args)
 

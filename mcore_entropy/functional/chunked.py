@@ -17,7 +17,6 @@ from mcore_entropy.functional.arguments import TokenArguments
 from mcore_entropy.functional.problem import Problem
 from mcore_entropy.parallel import TokenChunk, reduce_statistics
 from mcore_entropy.statistics import (
-    GradientCoefficients,
     Normalizer,
     PartialStatistics,
     finish,
@@ -61,8 +60,9 @@ def forward_in_chunks(
     `like`: any tensor with the device and dtype of the statistics.
     """
     total = PartialStatistics.empty(problem.shape.numel(), problem.wanted, like)
+    inputs = tokens.row_inputs(problem.shard, problem.transform)
     for rows in _rows_to_compute(problem, tokens.mask):
-        partial = local_statistics(rows, _row_inputs(problem, tokens, rows))
+        partial = local_statistics(rows, inputs.rows(rows.of))
         if rows.kept is not None:
             partial = partial.placed(rows.kept, rows.chunk.tokens)
         reduced = reduce_statistics(partial, problem.group).present()
@@ -116,17 +116,12 @@ def backward_in_chunks(
     coefficients = gradient_coefficients(
         grad_log_probs, grad_entropy, results.entropy, problem.transform, tokens.temperature
     )
+    inputs = tokens.row_inputs(problem.shard, problem.transform)
+    gradients = RowGradients(
+        results.normalizer, coefficients, live=None if problem.execution.compact_rows else live
+    )
     for rows in _rows_to_compute(problem, live):
-        gradients = RowGradients(
-            Normalizer(rows.of(results.normalizer.maximum), rows.of(results.normalizer.log_sum)),
-            GradientCoefficients(
-                rows.of(coefficients.a),
-                None if coefficients.b is None else rows.of(coefficients.b),
-                None if coefficients.c is None else rows.of(coefficients.c),
-            ),
-            live=None if problem.execution.compact_rows else rows.of(live),
-        )
-        local_gradients(rows, _row_inputs(problem, tokens, rows), gradients)
+        local_gradients(rows, inputs.rows(rows.of), gradients.rows(rows.of))
 
 
 def _rows_to_compute(problem: Problem, keep: Tensor | None) -> Iterator[Rows]:
@@ -142,12 +137,3 @@ def _rows_to_compute(problem: Problem, keep: Tensor | None) -> Iterator[Rows]:
         else:
             # Stable: the kept rows come first and in order. (nonzero would cost a sync for each chunk.)
             yield Rows(chunk, kept=torch.argsort(~chunk.take(keep), stable=True)[:count])
-
-
-def _row_inputs(problem: Problem, tokens: TokenArguments, rows: Rows) -> RowInputs:
-    target, temperature = tokens.local_target(problem.shard), tokens.temperature
-    return RowInputs(
-        None if target is None else rows.of(target),
-        rows.of(temperature) if isinstance(temperature, Tensor) else temperature,
-        problem.transform,
-    )
