@@ -101,7 +101,7 @@ class _Pool:
                 process = context.Process(
                     target=_worker,
                     args=(rank, world_size, self.store.port, theirs, stacks.name),
-                    daemon=True,
+                    daemon=False,  # Megatron's checkpoint writer starts processes of its own
                 )
                 process.start()
                 theirs.close()  # so that a dead rank shows as an end of file

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -161,37 +162,42 @@ def test_float16module_bf16(sequence_parallel: bool) -> None:
     assert not too_far, f"(error, stock head's error) of {too_far}"
 
 
-def mtp_steps(options: TinyGPT) -> tuple[Step, Tensor, Step, Tensor]:
+class KeptTracker(dict):  # type: ignore[type-arg]
+    """MTP's loss tracker, which `model_parallel` clears when it ends: keeps the losses of the step."""
+
+    losses: Tensor
+
+    def clear(self) -> None:
+        name = "values" if "values" in self else "loss_values"  # from megatron-core 0.19 on
+        self.losses = self[name].clone()
+        super().clear()
+
+
+def mtp_steps(options: TinyGPT) -> list[tuple[Step, Tensor]]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    results: list[Any] = []
+    results = []
     for step in (stock_step, functools.partial(swapped_step, coefficient=0.0, config=EntropyConfig())):
-        tracked: list[Tensor] = []
-
-        class Keeping(dict):  # type: ignore[type-arg]
-            def clear(self) -> None:
-                # `model_parallel` clears the tracker when it ends.
-                tracked.append(self["values"].clone() if "values" in self else self["loss_values"].clone())
-                super().clear()
-
-        MTPLossLoggingHelper.tracker = Keeping()
-        try:
-            results += [step(options), *tracked]
-        finally:
-            MTPLossLoggingHelper.tracker = {}
-    return tuple(results)  # type: ignore[return-value]
+        with mock.patch.object(MTPLossLoggingHelper, "tracker", KeptTracker()) as tracker:
+            results.append((step(options), tracker.losses))
+    return results
 
 
-@pytest.mark.parametrize(
-    "options", [TinyGPT(mtp_layers=2), TinyGPT(tensor_parallel=2, sequence_parallel=True, mtp_layers=2)]
-)
-def test_mtp_loss_stays_what_it_was(options: TinyGPT) -> None:
-    stock, stock_mtp, swapped, swapped_mtp = run_ranks(options.tensor_parallel, mtp_steps, options)[0]
-    assert stock_mtp.abs().min() > 0
-    torch.testing.assert_close(swapped_mtp, stock_mtp, rtol=1e-6, atol=0)
-    assert any(
-        name.startswith("mtp.") and gradient.abs().max() > 0 for name, gradient in stock.gradients.items()
-    )
+MTP_LAYOUTS = {
+    "one-rank": TinyGPT(mtp_layers=2),
+    "tp2-sp-tied": TinyGPT(tensor_parallel=2, sequence_parallel=True, mtp_layers=2, tied=True),
+}
+
+
+@pytest.mark.parametrize("layout", MTP_LAYOUTS)
+def test_mtp_loss_stays_what_it_was(layout: str) -> None:
+    options = MTP_LAYOUTS[layout]
+    (stock, stock_losses), (swapped, swapped_losses) = run_ranks(options.tensor_parallel, mtp_steps, options)[
+        0
+    ]
+    assert stock_losses.abs().min() > 0
+    torch.testing.assert_close(swapped_losses, stock_losses, rtol=1e-6, atol=0)
+    assert any(name.startswith("mtp.") and g.abs().max() > 0 for name, g in stock.gradients.items())
     for name, gradient in stock.gradients.items():
         difference = (swapped.gradients[name] - gradient).abs().max() / gradient.abs().max()
         assert difference < 2e-6, f"{name}: {difference}"

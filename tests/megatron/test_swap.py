@@ -46,6 +46,7 @@ def stock_swapped_and_restored_logits(options: TinyGPT) -> list[Tensor]:
         core = build(options).core
         names, state = list(dict(core.named_parameters())), list(core.state_dict())
         sharded = list(core.sharded_state_dict())
+        attributes = [list(vars(core)), list(vars(core.output_layer))]
         logits = [logits_of(core, options)]
         handle = swap(core)
         logits.append(logits_of(core, options))
@@ -58,7 +59,7 @@ def stock_swapped_and_restored_logits(options: TinyGPT) -> list[Tensor]:
         logits.append(logits_of(core, options))
         assert type(core.output_layer).__name__ == "ColumnParallelLinear"
         assert isinstance(forward_with_labels(core, make_batch(options)), Tensor)
-        assert not [name for name in [*vars(core), *vars(core.output_layer)] if "entropy" in name]
+        assert [list(vars(core)), list(vars(core.output_layer))] == attributes
         return logits
 
 
@@ -87,10 +88,8 @@ def save_and_load(options: TinyGPT, folder: str) -> list[tuple[Tensor, Tensor]]:
             dist_checkpointing.save(writer.sharded_state_dict(), str(path))
             state = dist_checkpointing.load(reader.sharded_state_dict(), str(path))
             reader.load_state_dict(state)
-            pairs += [
-                (a.detach(), b.detach())
-                for a, b in zip(writer.parameters(), reader.parameters(), strict=True)
-            ]
+            both = zip(writer.parameters(), reader.parameters(), strict=True)
+            pairs += [(written.detach(), read.detach()) for written, read in both]
             strict = reader.load_state_dict(writer.state_dict(), strict=True)
             assert not strict.missing_keys
             assert not strict.unexpected_keys
@@ -205,11 +204,9 @@ def misuse(options: TinyGPT) -> dict[str, str]:
         core = build(options).core
         handle = swap(core)
 
-        def request(
-            inside: Callable[[], Any] = lambda: forward_with_labels(core, batch), **keywords: Any
-        ) -> None:
+        def request(inside: Callable[[], Any] | None = None, **keywords: Any) -> None:
             with handle.request(**keywords):
-                inside()
+                inside() if inside else forward_with_labels(core, batch)
 
         attempt("[s, b] mask", lambda: request(mask=torch.ones(batch.labels.t().shape, dtype=torch.bool)))
         attempt("float mask", lambda: request(mask=batch.loss_mask))
