@@ -21,6 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # special tokens come first
 MIB = 2**20
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+NOT_PROSE = {"encodings", "pydoc_data"}  # tables of characters, and one huge literal
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def read_documents(files: Sequence[str] | None, *, max_bytes: int) -> tuple[list
 
 def standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    sources = (path for path in root.rglob("*.py") if not NOT_THE_LIBRARY & set(path.relative_to(root).parts))
+    left_out = NOT_THE_LIBRARY | NOT_PROSE
+    sources = (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
     return sorted(sources, key=lambda path: path.relative_to(root).as_posix())
 
 

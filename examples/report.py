@@ -26,9 +26,9 @@ def write_json_lines(steps: Sequence[Step], path: Path) -> None:
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Each value's mean with its neighbours, up to `reach` on either side; the same number on both."""
-    reaches = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
-    return [math.fsum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reaches)]
+    """Each value's mean with its neighbours, up to `reach` on either side; no more after than before it."""
+    windows = (values[max(0, i - reach) : i + min(reach, i) + 1] for i in range(len(values)))
+    return [math.fsum(window) / len(window) for window in windows]
 
 
 def plot(steps: Sequence[Step], path: Path, *, vocab_size: int, title: str) -> None:
@@ -46,7 +46,8 @@ def plot(steps: Sequence[Step], path: Path, *, vocab_size: int, title: str) -> N
     ):
         values = [getattr(step, name) for step in steps]
         axes.plot(iterations, values, color=color, alpha=0.3 if reach else 0, linewidth=0.9)
-        axes.plot(iterations, smooth(values, reach), color=color, linewidth=2.0, label=label)
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(iterations, smooth(values, reach), marker=marker, color=color, linewidth=2.0, label=label)
     uniform = math.log(vocab_size)
     axes.axhline(uniform, color="#555555", linestyle=(0, (4, 3)), linewidth=1.0)
     axes.annotate(
@@ -59,6 +60,7 @@ def plot(steps: Sequence[Step], path: Path, *, vocab_size: int, title: str) -> N
         color="#555555",
         fontsize=9,
     )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("iteration" + (f" (thick: mean over {2 * reach + 1})" if reach else ""))
     axes.set_ylabel("nats per token")
     axes.set_title(title, loc="left", fontsize=10)

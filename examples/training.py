@@ -6,7 +6,7 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,9 +69,16 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     config = megatron_gpt.transformer_config(args)
     gpt = megatron_gpt.build_model(args, config, world)
     entropy_config = EntropyConfig(chunk_size=args.chunk_size)
-    comparison = Comparison(gpt, entropy_config) if args.compare_stock else None
-    if comparison is None:
+    if args.compare_stock:  # it swaps and restores at every step
+        comparison = Comparison(gpt, entropy_config)
+        run_step = comparison.step
+    else:
+        comparison = None
         head = entropy_aware_head(swap_output_layer(gpt, entropy_config))
+
+        def run_step(compute: Callable[[Head], Sums]) -> Sums:
+            return compute(head)
+
     model = megatron_gpt.wrap_for_training(gpt, config)
     optimizer, scheduler = megatron_gpt.build_optimizer(args, model)
     world.say(*describe(args, world, megatron_gpt.parameter_count(gpt)), f"Text: {text.summary}")
@@ -98,7 +105,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
             compute_gradients, model=model, micro_batches=micro_batches, entropy_coeff=args.entropy_coeff
         )
         optimizer.zero_grad()
-        sums = compute(head) if comparison is None else comparison.step(compute)
+        sums = run_step(compute)
         scheduler.step(increment=1)
         optimizer.step()
 
@@ -140,7 +147,9 @@ def rows_of_this_rank(rows: torch.Tensor, args: argparse.Namespace) -> torch.Ten
 
 def describe(args: argparse.Namespace, world: World, parameters: int) -> list[str]:
     device = world.device
-    where = "CPU, gloo" if device.type == "cpu" else f"{torch.cuda.get_device_name(device)}, NCCL"
+    where = f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
+    if device.type == "cpu" and torch.cuda.is_available():
+        where += f" ({torch.cuda.device_count()} GPU(s) are too few for a process each)"
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {megatron_version}; "
         f"{where}; {parallelism(args)}",
