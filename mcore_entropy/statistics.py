@@ -347,6 +347,8 @@ def tile_gradient_(
     target: Tensor | None,
 ) -> Tensor:
     """Gradient with respect to raw logits [n, v], written over them; `target` as in `tile_statistics_`."""
+    if tile.shape[1] == 0:  # a shard that is all padding
+        return tile
     slope = None
     if transform is not None and transform.softcap is not None:
         tanh = _tanh_(tile, transform, transform.softcap)

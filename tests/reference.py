@@ -2,8 +2,8 @@
 
 `truth_*` is the reference: everything is upcast to fp64 and the whole `[tokens, vocab]` softmax is
 held. `eager_*` is the same computation as people write it, in the input's dtype with fp32
-statistics; its error against the truth is the yardstick that `assert_within_eager` measures ours
-with. Neither imports the library.
+statistics; its error against the truth is the yardstick for ours, see tests/comparison.py. Neither
+imports the library.
 
 Shapes: `[*]` any leading shape, V vocabulary (whole, unsharded), H hidden size.
 """
@@ -19,26 +19,19 @@ from torch import Tensor
 
 METRICS = ("sum_pi_squared", "varentropy", "max_prob")
 
-# Errors of ours over errors of eager, per quantity and kind of input. Values of the fused head are
-# not in here for half precision: there the yardstick is eager on inputs upcast to fp32, because
-# ours never rounds logits to half precision.
-VALUE_MULTIPLE = 2.0
-GRADIENT_MULTIPLE = {
-    torch.float64: 2.0,
-    torch.float32: 2.0,
-    torch.bfloat16: 1.5,
-    torch.float16: 1.5,
-}
-
 
 @dataclass(frozen=True)
 class Dense:
-    """Results of one dense evaluation, with the gradients by input name."""
+    """Results of one dense evaluation, with the gradients by input name.
+
+    sizes: of the truth's gradients, the sum of the magnitudes of the terms that each number is made of.
+    """
 
     log_probs: Tensor
     entropy: Tensor
     metrics: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    sizes: dict[str, Tensor] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------- fp64 truth
@@ -65,8 +58,8 @@ def _truth_statistics(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
-) -> tuple[Dense, Tensor]:
-    """The formulas on fp64 logits, differentiable; also which rows are bad."""
+) -> tuple[Dense, Tensor, Tensor]:
+    """The formulas on fp64 logits, differentiable; also which rows are bad, and ln p."""
     assert logits.dtype == torch.float64
     rows, columns = logits.shape[:-1], logits.shape[-1]
     tau = _per_row(temperature, rows, torch.float64)
@@ -105,7 +98,7 @@ def _truth_statistics(
         return torch.where(bad, nan, torch.where(keep, value, 0.0))
 
     dense = Dense(finish(log_probs), finish(entropy), {k: finish(v).detach() for k, v in metrics.items()})
-    return dense, bad
+    return dense, bad, torch.where(use, log_p, -torch.inf).detach()
 
 
 def truth_logits(
@@ -121,7 +114,7 @@ def truth_logits(
     A bad row (all -inf, NaN, +inf, temperature not above 0) is NaN in values and gradient.
     """
     leaf = logits.detach().to(torch.float64).requires_grad_()
-    dense, bad = _truth_statistics(leaf, target, **options)
+    dense, bad, log_p = _truth_statistics(leaf, target, **options)
     loss = leaf.new_zeros(())
     for value, grad in ((dense.log_probs, grad_log_probs), (dense.entropy, grad_entropy)):
         if grad is not None:
@@ -130,7 +123,50 @@ def truth_logits(
             loss = loss + (torch.where(fine, value, 0.0) * grad.detach().double()).sum()
     (gradient,) = torch.autograd.grad(loss, leaf) if loss.requires_grad else (leaf * 0,)
     gradient = torch.where(bad[..., None], torch.nan, gradient)
-    return Dense(dense.log_probs.detach(), dense.entropy.detach(), dense.metrics, {"logits": gradient})
+    size = _size_of_terms(leaf.detach(), target, log_p, dense.entropy.detach(), grad_log_probs, grad_entropy)
+    size = size * _steepness(leaf.detach(), **options)
+    return Dense(
+        dense.log_probs.detach(),
+        dense.entropy.detach(),
+        dense.metrics,
+        {"logits": gradient},
+        {"logits": size},
+    )
+
+
+def _size_of_terms(
+    logits: Tensor,
+    target: Tensor | None,
+    log_p: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """|g_lp| (onehot + p) + |g_H| p (|ln p| + entropy), of which the gradient is a difference."""
+    p, size = log_p.exp(), torch.zeros_like(logits)
+    if grad_entropy is not None:
+        terms = torch.where(p > 0, p * (log_p.abs() + entropy[..., None]), 0.0)
+        size = size + grad_entropy.double().abs()[..., None] * terms
+    if grad_log_probs is not None and target is not None:
+        onehot = torch.arange(logits.shape[-1]) == target[..., None]
+        size = size + grad_log_probs.double().abs()[..., None] * (p + onehot)
+    return size
+
+
+def _steepness(
+    logits: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    **_: Any,
+) -> Tensor:
+    """|dz/dl|, 0 where temperature is no use."""
+    tau = _per_row(temperature, logits.shape[:-1], torch.float64)[..., None]
+    slope = torch.full_like(logits, abs(scale))
+    if softcap is not None:
+        slope = slope * (1 - torch.tanh(logits * scale / softcap).square())
+    return torch.where(tau > 0, slope / tau, 0.0)
 
 
 def truth_linear(
@@ -148,11 +184,12 @@ def truth_linear(
         h = torch.where(mask[..., None], h, 0.0)
     logits = h @ w.T if bias is None else h @ w.T + bias.detach().double()
     dense = truth_logits(logits, target, mask=mask, **options)
-    g = dense.gradients["logits"]
-    gradients = {"hidden": g @ w, "weight": g.flatten(0, -2).T @ h.flatten(0, -2), "logits": g}
-    if bias is not None:
-        gradients["bias"] = g.flatten(0, -2).sum(0)
-    return Dense(dense.log_probs, dense.entropy, dense.metrics, gradients)
+    flat = [x["logits"].flatten(0, -2) for x in (dense.gradients, dense.sizes)]
+    products = []
+    for g, a, b in ((flat[0], h, w), (flat[1], h.abs(), w.abs())):
+        weighted = {"hidden": (g @ b).reshape(h.shape), "weight": g.T @ a.flatten(0, -2), "bias": g.sum(0)}
+        products.append(weighted)
+    return Dense(dense.log_probs, dense.entropy, dense.metrics, *products)
 
 
 # --------------------------------------------------------------------------- eager baseline
@@ -244,105 +281,3 @@ def eager_linear(
     logits = F.linear(leaves["hidden"], leaves["weight"], leaves.get("bias"))
     dense = _eager_statistics(logits, target, **options)
     return _eager_backward(dense, leaves, (grad_log_probs, grad_entropy))
-
-
-# --------------------------------------------------------------------------- comparison
-
-
-def ulps(truth: Tensor, dtype: torch.dtype, count: float = 4.0) -> float:
-    """`count` units in the last place of `dtype` at the largest magnitude in `truth`.
-
-    The floor under a multiple of eager's error: in a few dozen numbers eager can be right to the
-    last bit by luck, and a result that is a few ulp off is still as good as its dtype allows.
-    For fp64 the truth has rounding errors of its own, of the same size as ours and in part the same
-    as eager's, so the allowances are larger there (16 times here, ten digits in the relative norm
-    below): fp64 proves the formulas, the other dtypes the arithmetic.
-    """
-    finite = truth[torch.isfinite(truth)]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return (16.0 if dtype == torch.float64 else 1.0) * count * torch.finfo(dtype).eps * largest
-
-
-def _describe(index: int, ours: Tensor, truth: Tensor, eager: Tensor) -> str:
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), truth.shape))
-    values = [f"{float(x.flatten()[index]):.9g}" for x in (ours, truth, eager)]
-    return "at {}: ours {}, truth {}, eager {}".format(where, *values)
-
-
-def assert_within_eager(
-    ours: Tensor,
-    truth: Tensor,
-    eager: Tensor,
-    multiple: float,
-    floor: float | None = None,
-    name: str = "value",
-) -> None:
-    """Our error against the truth is at most `multiple` times eager's, plus `floor`.
-
-    Three norms of the error have to hold: the largest, the root of the mean square, and the
-    largest relative to the number itself, without which one big number (a gradient at its target)
-    would excuse any error in the thousands of small ones beside it. "Relative" is to |truth| +
-    the median |truth|, or a ten-thousandth of the largest if that is more: numbers far below either
-    are differences of rounded terms, and their last digits mean nothing in any implementation.
-    Not-finite numbers have to be the same in ours and in the truth; eager may do worse there.
-    """
-    assert ours.shape == truth.shape, f"{name}: shape {ours.shape}, expected {truth.shape}"
-    if floor is None:
-        floor = ulps(truth, ours.dtype)
-    resolution, dtype = torch.finfo(ours.dtype).eps, ours.dtype
-    o, t, e = (x.detach().double() for x in (ours, truth, eager))
-    odd = ~torch.isfinite(t)
-    same = torch.where(odd, (o == t) | (o.isnan() & t.isnan()), torch.isfinite(o))
-    if not bool(same.all()):
-        index = int((~same).flatten().to(torch.uint8).argmax())
-        count = int((~same).sum())
-        raise AssertionError(
-            f"{name}: {count} of {same.numel()} not finite where they should be, or the reverse; "
-            f"first {_describe(index, o, t, e)}"
-        )
-    our_error = torch.where(odd, 0.0, (o - t).abs())
-    eager_error = torch.where(odd | ~torch.isfinite(e), 0.0, (e - t).abs())
-    if not our_error.numel():
-        return
-    # A result below the normal range of its dtype cannot be closer than one subnormal step.
-    step = torch.finfo(dtype).smallest_normal * resolution
-    floor = max(floor, step)
-    nonzero = t[(t != 0) & ~odd].abs()
-    middle = max(float(nonzero.median()), 1e-4 * float(nonzero.max())) if nonzero.numel() else 1.0
-    scale = torch.where(odd, 1.0, t.abs() + middle)
-    relative_floor = (2.0**20 if dtype == torch.float64 else 4.0) * resolution + step / scale
-    checks = {
-        "largest error": (our_error, eager_error, floor),
-        "root mean square error": (
-            our_error.square().mean().sqrt(),
-            eager_error.square().mean().sqrt(),
-            floor,
-        ),
-        "largest relative error": (our_error / scale, eager_error / scale, relative_floor),
-    }
-    for norm, (mine, theirs, allowance) in checks.items():
-        bound = multiple * theirs.max() + allowance
-        if bool((mine > bound).any()):
-            worst = int((mine - bound).argmax()) if mine.dim() else int(our_error.argmax())
-            raise AssertionError(
-                f"{name}: {norm} {float(mine.max()):.4g} against {float(theirs.max()):.4g} of "
-                f"eager (allowed {multiple:g} times that + {float(torch.as_tensor(allowance).min()):.3g}); "
-                f"worst {_describe(worst, o, t, e)}"
-            )
-
-
-def assert_same_bits(ours: Tensor, other: Tensor, name: str = "value") -> None:
-    """Equal to the bit, NaN and the sign of zero included; the failure says where."""
-    assert ours.shape == other.shape and ours.dtype == other.dtype, (
-        f"{name}: {ours.dtype} {tuple(ours.shape)} and {other.dtype} {tuple(other.shape)}"
-    )
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = kinds[ours.element_size()]
-    mine, theirs = ours.detach().contiguous().view(kind), other.detach().contiguous().view(kind)
-    different = (mine != theirs).flatten()
-    if bool(different.any()):
-        index = int(different.to(torch.uint8).argmax())
-        raise AssertionError(
-            f"{name}: {int(different.sum())} of {different.numel()} differ; "
-            f"first {_describe(index, ours.detach(), other.detach(), other.detach())}"
-        )

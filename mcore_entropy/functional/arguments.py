@@ -43,11 +43,14 @@ class TokenArguments:
         ignore_index: int,
         *,
         shape: torch.Size,
+        shape_source: str,
         device: torch.device,
         dtype: torch.dtype,
         vocab_size: int,
     ) -> TokenArguments:
         """Check the arguments against the leading shape and device of the logits or hidden states.
+
+        `shape_source` tells the caller in an error where the expected shape comes from.
 
         Raises:
             ValueError: a shape, dtype, device or value does not fit.
@@ -56,14 +59,14 @@ class TokenArguments:
             raise ValueError(f"ignore_index: expected an int, got {ignore_index!r}")
         if target is not None:
             check_tensor("target", target, _INTEGERS, device)
-            _check_shape("target", target, shape)
+            _check_shape("target", target, shape, shape_source)
             target = target.reshape(-1).long()
         if mask is not None:
             check_tensor("mask", mask, (torch.bool,), device)
-            _check_shape("mask", mask, shape)
+            _check_shape("mask", mask, shape, shape_source)
             mask = mask.reshape(-1)
         if isinstance(temperature, Tensor):
-            temperature = _checked_temperature(temperature, shape, device, dtype)
+            temperature = _checked_temperature(temperature, shape, shape_source, device, dtype)
         else:
             temperature = checked_number(temperature)
         arguments = TokenArguments(target, mask, temperature, ignore_index)
@@ -114,7 +117,7 @@ def checked_number(temperature: object) -> float:
 
 
 def _checked_temperature(
-    temperature: Tensor, shape: torch.Size, device: torch.device, dtype: torch.dtype
+    temperature: Tensor, shape: torch.Size, shape_source: str, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     check_tensor("temperature", temperature, FLOATS, device)
     if temperature.requires_grad:
@@ -124,7 +127,7 @@ def _checked_temperature(
         )
     if temperature.dim() == 0:
         temperature = temperature.expand(shape)
-    _check_shape("temperature", temperature, shape)
+    _check_shape("temperature", temperature, shape, shape_source)
     return positive_or_nan(temperature.reshape(-1).to(statistics_dtype(dtype)))
 
 
@@ -146,13 +149,14 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device} like the others, got one on {value.device}")
 
 
-def _check_shape(name: str, value: Tensor, shape: torch.Size) -> None:
+def _check_shape(name: str, value: Tensor, shape: torch.Size, shape_source: str) -> None:
     if value.shape != shape:
         hint = ""
         if value.dim() == len(shape) > 1 and value.shape == shape[1::-1] + shape[2:]:
             hint = "; transpose it: Megatron's labels are [b, s], its logits and hidden states [s, b]"
         raise ValueError(
-            f"{name}: expected shape {tuple(shape)}, one value a token, got {tuple(value.shape)}{hint}"
+            f"{name}: expected shape {tuple(shape)}, one value a token of {shape_source}, got "
+            f"{tuple(value.shape)}{hint}"
         )
 
 

@@ -89,6 +89,10 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
                 group,
                 columns=weight.shape[0],
                 shape=shape,
+                shape_source=(
+                    f"hidden {tuple(hidden.shape)} with sequence_parallel={options.sequence_parallel} over "
+                    f"{group.size} rank(s)"
+                ),
                 device=hidden.device,
                 dtype=hidden.dtype,
                 default_chunk_size=DEFAULT_CHUNK_SIZE,

@@ -226,6 +226,7 @@ def _forward(
             group,
             columns=logits.shape[-1],
             shape=shape,
+            shape_source=f"vocab_parallel_logits {tuple(logits.shape)}",
             device=logits.device,
             dtype=logits.dtype,
             default_chunk_size=max(shape.numel(), 1),

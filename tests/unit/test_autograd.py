@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mcore_entropy as me
-from tests import reference as ref
+from tests.comparison import assert_same_bits
 from tests.unit.cases import (
     INF,
     N,
@@ -111,11 +111,11 @@ def test_backward_twice_gives_the_same_bits(name: str, dtype: torch.dtype) -> No
     kept = [x.clone() for x in first]
     second = torch.autograd.grad(results, inputs, grads)
     for one, copy, two in zip(first, kept, second, strict=True):
-        ref.assert_same_bits(one, copy)  # the second pass does not write into the first's result
-        ref.assert_same_bits(one, two)
+        assert_same_bits(one, copy)  # the second pass does not write into the first's result
+        assert_same_bits(one, two)
     for g, before in zip(grads, upstream, strict=True):
-        ref.assert_same_bits(g, before, "upstream gradient")
-    with pytest.raises(RuntimeError, match="second time|already been freed"):
+        assert_same_bits(g, before, "upstream gradient")
+    with pytest.raises(RuntimeError, match=r"second time|already been freed"):
         torch.autograd.grad(results, inputs, grads)
 
 
@@ -127,7 +127,7 @@ def test_every_run_has_the_same_bits(name: str) -> None:
         results = FORWARDS[name](*inputs, target)
         runs.append([*results, *torch.autograd.grad([r.sum() for r in results], inputs)])
     for one, two in zip(*runs, strict=True):
-        ref.assert_same_bits(one, two)
+        assert_same_bits(one, two)
 
 
 @every_forward
@@ -151,7 +151,8 @@ def test_results_changed_in_place_do_no_harm(name: str) -> None:
             r.mul_(3)
         found = torch.autograd.grad([r.sum() for r in results], inputs)
     except RuntimeError as error:
-        assert "inplace" in str(error) or "in-place" in str(error)
+        if "modified by an inplace operation" not in str(error):
+            raise
         return
     for g, expected in zip(found, plain, strict=True):
         torch.testing.assert_close(g, expected)
@@ -206,7 +207,7 @@ def test_first_derivative_of_a_graph_that_keeps_itself(reduction: str) -> None:
     loss = sum(r.sum() if reduction == "sum" else r.square().sum() for r in results)
     (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
     (kept,) = torch.autograd.grad(loss, x, create_graph=True)
-    ref.assert_same_bits(kept.detach(), plain)
+    assert_same_bits(kept.detach(), plain)
 
 
 def test_token_statistics_is_frozen() -> None:

@@ -7,13 +7,16 @@ import torch
 
 import mcore_entropy as me
 from tests import reference as ref
+from tests.comparison import VALUES, assert_same_bits, assert_within_eager
 from tests.unit.cases import (
     DTYPES,
     INF,
     NAN,
     N,
     check_linear,
+    compare_gradient,
     dtype_name,
+    head_gradients,
     leaf,
     make_linear,
     make_target,
@@ -159,7 +162,8 @@ def test_a_bad_row_is_nan_alone(dtype: torch.dtype, what, chunk_size: int | None
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_autocast_casts_hidden_and_weight_once(hidden_dtype: torch.dtype, backward_inside: bool) -> None:
-    """As F.linear would: the truth is that of the rounded inputs. The statistics stay in fp32."""
+    """As F.linear would: the truth is that of the rounded inputs. The bias is added to the fp32 logits,
+    so it is not rounded, and the statistics stay in fp32."""
     hidden, weight, bias = make_linear(torch.float32)
     hidden = hidden.to(hidden_dtype)
     given = {"hidden": hidden, "weight": weight, "bias": bias}
@@ -179,20 +183,18 @@ def test_autocast_casts_hidden_and_weight_once(hidden_dtype: torch.dtype, backwa
     if not backward_inside:
         found = torch.autograd.grad((both.log_probs, both.entropy), list(leaves.values()), (g_lp, g_h))
     options = {"temperature": 0.6, "grad_log_probs": g_lp, "grad_entropy": g_h}
-    h, w, b = (x.bfloat16() for x in (hidden, weight, bias))
-    truth = ref.truth_linear(h, w, target, bias=b, **options)
-    values = ref.eager_linear(h.float(), w.float(), target, bias=b.float(), **options)
-    eager = ref.eager_linear(h, w, target, bias=b, **options)
+    h, w = hidden.bfloat16(), weight.bfloat16()
+    truth = ref.truth_linear(h, w, target, bias=bias, **options)
+    values = ref.eager_linear(h.float(), w.float(), target, bias=bias, **options)
+    eager = ref.eager_linear(h, w, target, bias=bias.bfloat16(), **options)
     for name in ("log_probs", "entropy"):
         value = getattr(both, name)
         assert value.dtype == torch.float32
-        ref.assert_within_eager(
-            value, getattr(truth, name), getattr(values, name), ref.VALUE_MULTIPLE, name=name
-        )
+        assert_within_eager(value, getattr(truth, name), getattr(values, name), VALUES, name=name)
     for name, gradient in zip(leaves, found, strict=True):
         assert gradient.dtype == given[name].dtype
-        multiple = ref.GRADIENT_MULTIPLE[torch.bfloat16]
-        ref.assert_within_eager(gradient, truth.gradients[name], eager.gradients[name], multiple, name=name)
+        how = head_gradients(torch.bfloat16, 0.0)
+        compare_gradient(name, gradient, truth, eager, **how)
 
 
 def test_autocast_leaves_fp64_and_logits_alone() -> None:
@@ -206,6 +208,6 @@ def test_autocast_leaves_fp64_and_logits_alone() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = me.vocab_parallel_log_probs_and_entropy(logits, target)
         (gradient,) = torch.autograd.grad((inside.log_probs.sum(), inside.entropy.sum()), logits)
-    ref.assert_same_bits(inside.log_probs, outside.log_probs)
-    ref.assert_same_bits(inside.entropy, outside.entropy)
-    ref.assert_same_bits(gradient, expected)
+    assert_same_bits(inside.log_probs, outside.log_probs)
+    assert_same_bits(inside.entropy, outside.entropy)
+    assert_same_bits(gradient, expected)

@@ -11,6 +11,7 @@ import torch
 
 import mcore_entropy as me
 from tests import reference as ref
+from tests.comparison import VALUES, assert_same_bits, assert_within_eager
 from tests.unit.cases import (
     DTYPES,
     FUNCTIONS,
@@ -18,6 +19,7 @@ from tests.unit.cases import (
     N,
     call_logits,
     check_logits,
+    compare_gradient,
     dtype_name,
     leaf,
     make_logits,
@@ -128,10 +130,9 @@ def test_without_entropy(dtype: torch.dtype, chunk_size: int | None) -> None:
     g_lp, _ = make_upstream((N,), dtype)
     truth = ref.truth_logits(x, target, grad_log_probs=g_lp)
     eager = ref.eager_logits(x, target, grad_log_probs=g_lp)
-    ref.assert_within_eager(both.log_probs, truth.log_probs, eager.log_probs, ref.VALUE_MULTIPLE)
+    assert_within_eager(both.log_probs, truth.log_probs, eager.log_probs, VALUES)
     (gradient,) = torch.autograd.grad(both.log_probs, x, g_lp)
-    multiple = ref.GRADIENT_MULTIPLE[dtype]
-    ref.assert_within_eager(gradient, truth.gradients["logits"], eager.gradients["logits"], multiple)
+    compare_gradient("logits", gradient, truth, eager)
 
 
 @every_dtype
@@ -141,9 +142,9 @@ def test_gradient_of_one_result_alone(dtype: torch.dtype, asked: str) -> None:
     both = me.vocab_parallel_log_probs_and_entropy(x, target, chunk_size=7)
     g, _ = make_upstream((N,), dtype)
     (gradient,) = torch.autograd.grad(getattr(both, asked), x, g)
-    truth = ref.truth_logits(x, target, **{f"grad_{asked}": g}).gradients["logits"]
-    eager = ref.eager_logits(x, target, **{f"grad_{asked}": g}).gradients["logits"]
-    ref.assert_within_eager(gradient, truth, eager, ref.GRADIENT_MULTIPLE[dtype])
+    truth = ref.truth_logits(x, target, **{f"grad_{asked}": g})
+    eager = ref.eager_logits(x, target, **{f"grad_{asked}": g})
+    compare_gradient("logits", gradient, truth, eager)
 
 
 @every_function
@@ -162,7 +163,7 @@ def test_upstream_gradients_of_any_stride(function: str, kind: str) -> None:
         (entropy.sum() if log_probs is None else log_probs.sum() + entropy.sum()).backward()
         assert parameter.grad is not None
         _, _, gradient = check_logits(function, x, target, upstream=(g_lp, g_h))
-        ref.assert_same_bits(parameter.grad, gradient)
+        assert_same_bits(parameter.grad, gradient)
     check_logits(function, x, target, upstream=(g_lp, g_h))
 
 

@@ -11,6 +11,7 @@ import torch
 
 import mcore_entropy as me
 from tests import reference as ref
+from tests.comparison import assert_same_bits
 from tests.unit.cases import (
     DTYPES,
     FUNCTIONS,
@@ -83,6 +84,22 @@ def test_ignored_targets(dtype: torch.dtype, ignore_index: int) -> None:
     parameter = leaf(x)
     (alone,) = torch.autograd.grad(me.vocab_parallel_entropy(parameter), parameter, g[1])
     torch.testing.assert_close(gradient, alone, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target_dtype", [torch.int32, torch.int16, torch.uint8])
+def test_target_of_another_integer_dtype(target_dtype: torch.dtype) -> None:
+    x, target = make_logits(200, torch.float32), make_target((N,), 200)
+    expected = me.vocab_parallel_log_probs_and_entropy(x, target)
+    ours = me.vocab_parallel_log_probs_and_entropy(x, target.to(target_dtype))
+    assert_same_bits(ours.log_probs, expected.log_probs)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_target_of_a_masked_row_does_not_matter(compact: bool) -> None:
+    x, mask = make_logits(37, torch.float32), torch.arange(N) % 2 == 0
+    target = make_target((N,), 37).masked_fill(~mask, 2**40)
+    target[1], target[3] = -7, 37
+    check_logits(BOTH, x, target, mask=mask, execution=me.Execution(compact_rows=compact))
 
 
 @every_dtype

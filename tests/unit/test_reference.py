@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import reference as ref
+from tests.comparison import assert_same_bits, assert_within_eager
 
 INF, NAN = float("inf"), float("nan")
 
@@ -164,8 +165,8 @@ def _pair(n: int = 200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_comparison_passes_what_is_as_good_as_eager() -> None:
     ours, truth, eager = _pair()
-    ref.assert_within_eager(ours, truth, eager, 2.0)
-    ref.assert_within_eager(eager, truth, eager, 1.0)
+    assert_within_eager(ours, truth, eager, 2.0)
+    assert_within_eager(eager, truth, eager, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +185,14 @@ def test_comparison_passes_what_is_as_good_as_eager() -> None:
 def test_comparison_fails_what_is_not(spoil) -> None:
     ours, truth, eager = _pair()
     with pytest.raises(AssertionError, match=r"at \(\d+,\): ours .* truth .* eager"):
-        ref.assert_within_eager(spoil(ours), truth, eager, 2.0)
+        assert_within_eager(spoil(ours), truth, eager, 2.0)
 
 
 def test_same_bits_sees_the_sign_of_zero() -> None:
     zero = torch.zeros(3)
-    ref.assert_same_bits(zero, zero.clone())
+    assert_same_bits(zero, zero.clone())
     with pytest.raises(AssertionError, match=r"first at \(0,\)"):
-        ref.assert_same_bits(zero, -zero)
+        assert_same_bits(zero, -zero)
 
 
 def test_fresh_buffers_hold_nan() -> None:
