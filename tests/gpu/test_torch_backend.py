@@ -18,6 +18,7 @@ from mcore_entropy.functional.linear import LinearOptions, fused_head
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import Wanted
 from tests import reference as ref
+from tests.comparison import assert_same_bits
 from tests.unit import cases
 
 every_dtype = pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.dtype_name)
@@ -139,3 +140,29 @@ def test_autocast() -> None:
     rounded = [x.bfloat16().double() for x in (hidden, weight)]
     log_p = torch.log_softmax(rounded[0] @ rounded[1].t(), -1)
     torch.testing.assert_close(result.entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=2e-6, atol=2e-5)
+
+
+def test_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation that torch calls nondeterministic, and the same bits in every run."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    inputs = on_gpu(*cases.make_linear(torch.bfloat16, rows=3000, columns=4099, width=256))
+    (target,) = on_gpu(cases.make_target((3000,), 4099))
+    mask = torch.arange(3000, device="cuda") % 3 != 0
+    upstream = upstream_on_gpu((3000,), torch.bfloat16)
+
+    def run() -> list[Tensor]:
+        hidden, weight, bias = (x.clone().requires_grad_() for x in inputs)
+        result = me.linear_log_probs_and_entropy(hidden, weight, target, bias=bias, mask=mask)
+        torch.autograd.backward([result.log_probs, result.entropy], upstream)
+        return [result.log_probs, result.entropy, hidden.grad, weight.grad, bias.grad]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = [run() for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        for name, a, b in zip(
+            ("log_probs", "entropy", "hidden", "weight", "bias"), first, other, strict=True
+        ):
+            assert_same_bits(a.detach(), b.detach(), name)

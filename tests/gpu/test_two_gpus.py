@@ -75,4 +75,4 @@ def test_fused_head(dtype: torch.dtype, sequence_parallel: bool) -> None:
         assert torch.equal(results[0]["hidden"], results[1]["hidden"])
         whole["hidden"] = results[0]["hidden"]
     for name, gradient in whole.items():
-        cases.compare_gradient(gradient, truth.gradients[name], eager.gradients[name], name)
+        cases.compare_gradient(name, gradient, truth, eager)
