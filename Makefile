@@ -11,7 +11,8 @@ MEGATRON ?= megatron-core>=0.13
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-STAMP := $(VENV)/.installed
+# Other pins than those installed are installed.
+STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint types pytest test demo benchmark format dist clean

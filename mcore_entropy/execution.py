@@ -13,8 +13,9 @@ class Execution:
 
     Args:
         backend: ``"auto"`` chooses by the tensor's device; a name (``"torch"``) insists on that backend.
-        workspace_mib: bound in MiB on the temporary buffers of one rank that scale with tokens or
-            vocabulary; None lets the backend choose (see the backend's documentation).
+        workspace_mib: bound in MiB on the tiles of logits that exist at once, whatever the number of tokens
+            and the vocabulary; None lets the backend choose. Buffers of [chunk, H], and [V/tp, H] for the
+            weight's gradient, come on top.
         logits_budget_mib: MiB of logits that the fused head may keep for its backward instead of computing
             them again; 0 keeps none. A backend that cannot keep logits refuses any other value.
         compact_rows: leave masked rows, and in backward rows without an upstream gradient, out of the

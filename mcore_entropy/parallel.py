@@ -88,6 +88,8 @@ class VocabShard:
             raise ValueError(f"vocab_size: expected a positive number of columns, got {vocab_size}")
         if vocab_start_index is None:
             total = columns * group.size
+            if total == 0:
+                raise ValueError("vocab_size: expected a vocabulary of at least one column, got none")
             if vocab_size is None:
                 vocab_size = total
             elif vocab_size > total:

@@ -42,26 +42,27 @@ class LogitTransform:
     ``softcap * tanh(scale * l / softcap)``, or ``scale * l`` without a softcap.
 
     Args:
-        scale: factor on the logits (MuP, Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``).
-        softcap: Gemma's ``final_logit_softcapping``; None for none.
+        scale: positive factor on the logits (MuP, Cohere's ``logit_scale``, 1 / Granite's
+            ``logits_scaling``).
+        softcap: Gemma's ``final_logit_softcapping``; None for none. A logit of -inf stays one: its token
+            was banned, and keeps p = 0.
 
     Raises:
-        ValueError: scale is zero or not finite, or softcap is not positive and finite.
+        ValueError: a value is not positive and finite.
     """
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale) or self.scale == 0:
-            raise ValueError(f"LogitTransform: expected a finite scale other than 0, got {self.scale}")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(
-                f"LogitTransform: expected a positive, finite softcap or None, got {self.softcap}"
-            )
+        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+            if value is None and name == "softcap":
+                continue
+            if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator] # a number
+                raise ValueError(f"LogitTransform: expected a positive, finite {name}, got {value!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenStatistics:
     """Per-token results, in the shape of the target (every leading dimension kept).
 
@@ -94,8 +95,8 @@ class Wanted:
         """
         if not isinstance(entropy, bool):
             raise ValueError(f"entropy: expected True or False, got {entropy!r}")
-        if isinstance(metrics, str):
-            raise ValueError(f"metrics: expected a tuple of names, got the string {metrics!r}")
+        if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+            raise ValueError(f"metrics: expected a tuple of names, got {metrics!r}")
         for name in metrics:
             if name not in METRICS:
                 raise ValueError(f"metrics: expected names out of {METRICS}, got {name!r}")
@@ -114,7 +115,7 @@ class Wanted:
         return "sum_pi_squared" in self.metrics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartialStatistics:
     """Sums over one part of the vocabulary, n tokens; what was not wanted is None.
 
@@ -204,7 +205,7 @@ class PartialStatistics:
         return PartialStatistics(**{name: torch.cat([c[name] for c in columns]) for name in columns[0]})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Normalizer:
     """What the gradient needs of the whole vocabulary, n tokens: ln p = (z - maximum) - log_sum.
 
@@ -262,7 +263,7 @@ def scale_logits_(tile: Tensor, transform: LogitTransform | None, temperature: f
         if transform.softcap is None:
             tile.mul_(transform.scale)
         else:
-            _tanh_(tile, transform, transform.softcap).mul_(transform.softcap)
+            _softcap_(tile, transform, transform.softcap, slope=False)
     if isinstance(temperature, Tensor):
         tile.div_(temperature.unsqueeze(1))
     elif temperature != 1.0:
@@ -270,8 +271,16 @@ def scale_logits_(tile: Tensor, transform: LogitTransform | None, temperature: f
     return tile
 
 
-def _tanh_(tile: Tensor, transform: LogitTransform, softcap: float) -> Tensor:
-    return tile.mul_(transform.scale / softcap).tanh_()
+def _softcap_(tile: Tensor, transform: LogitTransform, softcap: float, slope: bool) -> Tensor | None:
+    """The transform with a softcap, in place; on demand its slope without the scale, 1 - tanh^2.
+
+    tanh alone would make an infinite logit, a banned token's -inf or an overflow, a plausible finite one.
+    """
+    infinities = torch.where(tile.isinf(), tile, 0.0)
+    tanh = tile.mul_(transform.scale / softcap).tanh_()
+    derivative = (1.0 + tanh).mul_(1.0 - tanh) if slope else None
+    tanh.mul_(softcap).add_(infinities)
+    return derivative
 
 
 def tile_statistics_(z: Tensor, target: Tensor | None, wanted: Wanted) -> PartialStatistics:
@@ -304,7 +313,7 @@ def tile_statistics_(z: Tensor, target: Tensor | None, wanted: Wanted) -> Partia
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GradientCoefficients:
     """a, b and c of the gradient d/dl = (p (a + b ln p) + c onehot) * (1 - tanh^2), n tokens.
 
@@ -351,9 +360,8 @@ def tile_gradient_(
         return tile
     slope = None
     if transform is not None and transform.softcap is not None:
-        tanh = _tanh_(tile, transform, transform.softcap)
-        slope = (1.0 + tanh).mul_(1.0 - tanh)
-        z = scale_logits_(tanh.mul_(transform.softcap), None, temperature)
+        slope = _softcap_(tile, transform, transform.softcap, slope=True)
+        z = scale_logits_(tile, None, temperature)
     else:
         z = scale_logits_(tile, transform, temperature)
     log_p = z.sub_(normalizer.maximum.unsqueeze(1)).sub_(normalizer.log_sum.unsqueeze(1))

@@ -115,7 +115,12 @@ class LogitRows:
         """Rows of the given token numbers, [n, v]; a copy in the logits' dtype."""
         if self._matrix is not None:
             return self._matrix.index_select(0, tokens)
-        return self._logits[torch.unravel_index(tokens, self.leading_shape)]
+        # torch.unravel_index would copy the shape to the device, which is a host sync.
+        index = []
+        for size in reversed(self.leading_shape):
+            index.append(tokens % size)
+            tokens = tokens // size
+        return self._logits[tuple(reversed(index))]
 
     def read_range(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop), [n, v]; a view where the layout allows it."""

@@ -62,13 +62,14 @@ class TokenArguments:
             _check_shape("target", target, shape, shape_source)
             target = target.reshape(-1).long()
         if mask is not None:
-            check_tensor("mask", mask, (torch.bool,), device)
+            hint = "; Megatron's loss_mask is a float tensor: pass loss_mask.bool()"
+            check_tensor("mask", mask, (torch.bool,), device, hint)
             _check_shape("mask", mask, shape, shape_source)
             mask = mask.reshape(-1)
         if isinstance(temperature, Tensor):
             temperature = _checked_temperature(temperature, shape, shape_source, device, dtype)
         else:
-            temperature = checked_number(temperature)
+            temperature = checked_temperature_number(temperature)
         arguments = TokenArguments(target, mask, temperature, ignore_index)
         if device.type == "cpu" or checks_enabled():
             arguments._check_target_range(vocab_size)
@@ -107,12 +108,12 @@ class TokenArguments:
             )
 
 
-def checked_number(temperature: object) -> float:
+def checked_temperature_number(temperature: object) -> float:
     """A temperature that is no tensor, if it is a positive, finite number."""
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
         raise ValueError(f"temperature: expected a number or a tensor with one a token, got {temperature!r}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature: expected a positive, finite number, got {temperature}")
+    if not (math.isfinite(temperature) and temperature >= torch.finfo(torch.float32).tiny):
+        raise ValueError(f"temperature: expected a positive, finite number in fp32, got {temperature}")
     return float(temperature)
 
 
@@ -132,7 +133,7 @@ def _checked_temperature(
 
 
 def check_tensor(
-    name: str, value: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None
+    name: str, value: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None, hint: str = ""
 ) -> None:
     """Raise ValueError unless `value` is a plain tensor of one of the dtypes, on the device if given."""
     if not isinstance(value, Tensor):
@@ -144,7 +145,7 @@ def check_tensor(
         )
     if value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name}: expected dtype {names}, got {value.dtype}")
+        raise ValueError(f"{name}: expected dtype {names}, got {value.dtype}{hint}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like the others, got one on {value.device}")
 

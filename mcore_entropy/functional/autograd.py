@@ -31,7 +31,9 @@ class _RefuseSecondDerivative(torch.autograd.Function):
 
 
 def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Run a Function's backward without recording it, and make a second derivative an error.
+    """Run a backward(ctx, saved_tensors, *grad_outputs) unrecorded; a second derivative is an error.
+
+    The saved tensors are read here, once: inside `torch.utils.checkpoint` they can be read only once.
 
     torch's `once_differentiable` would let a gradient that depends on the saved logits alone pass as a
     constant: a gradient penalty added to an ordinary loss would then be silently ignored.
@@ -41,16 +43,15 @@ def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[
     def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         create_graph = torch.is_grad_enabled()
         with torch.no_grad():
-            gradients = backward(ctx, *grad_outputs)
+            saved: tuple[Tensor | None, ...] = ctx.saved_tensors
+            gradients = backward(ctx, saved, *grad_outputs)
         if not create_graph:
             return gradients
-        depends_on = [
-            value
-            for value in (*ctx.saved_tensors, *grad_outputs)
-            if isinstance(value, Tensor) and value.requires_grad
-        ]
+        # Cast copies, under autocast, need no gradient: the anchor does, so that the node exists there too.
+        anchor = torch.empty(0, requires_grad=True)
+        depends_on = [t for t in (*saved, *grad_outputs) if t is not None and t.requires_grad]
         return tuple(
-            _RefuseSecondDerivative.apply(value, *depends_on) if isinstance(value, Tensor) else value
+            _RefuseSecondDerivative.apply(value, anchor, *depends_on) if isinstance(value, Tensor) else value
             for value in gradients
         )
 
@@ -78,7 +79,7 @@ def save_for_backward(
     tokens: TokenArguments,
     results: TokenResults,
 ) -> None:
-    """Save the inputs and per-token arguments by reference, and three numbers a token."""
+    """Save the inputs by reference, the per-token arguments, and three numbers a token."""
     temperature = tokens.temperature
     ctx.problem = problem
     number = 1.0 if isinstance(temperature, Tensor) else temperature
@@ -95,9 +96,9 @@ def save_for_backward(
     )
 
 
-def restore_for_backward(ctx: Any) -> tuple[list[Any], TokenArguments, TokenResults]:
+def restore_for_backward(ctx: Any, saved: tuple[Any, ...]) -> tuple[list[Any], TokenArguments, TokenResults]:
     """What `save_for_backward` saved: the inputs, the per-token arguments and the results."""
-    *inputs, target, mask, temperature, maximum, log_sum, entropy = ctx.saved_tensors
+    *inputs, target, mask, temperature, maximum, log_sum, entropy = saved
     tokens = TokenArguments(
         target, mask, ctx.tokens.temperature if temperature is None else temperature, ctx.tokens.ignore_index
     )

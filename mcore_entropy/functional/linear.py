@@ -99,6 +99,7 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
                 sections=sections,
                 transform=options.transform,
             )
+            ctx.weight_gradient = WeightGradient(weight, options.accumulate_into_main_grad)
         facts = {
             "hidden": f"{tuple(hidden.shape)} {hidden.dtype}, needs a gradient: {hidden.requires_grad}",
             "sequence_parallel": options.sequence_parallel,
@@ -107,7 +108,6 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         keywords.verify_agreement(problem, tokens, facts)
 
         ctx.hidden_dtype = hidden.dtype
-        ctx.weight_gradient = WeightGradient(weight, options.accumulate_into_main_grad)
         if autocast_dtype is not None:
             hidden, weight = hidden.to(autocast_dtype), weight.to(autocast_dtype)
         head = _LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
@@ -120,11 +120,15 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
     @without_autocast
     @first_derivative_only
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        *_: Tensor | None,
     ) -> tuple[Any, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return None, None, None, None, None, None
-        (hidden, weight, bias), tokens, results = restore_for_backward(ctx)
+        (hidden, weight, bias), tokens, results = restore_for_backward(ctx, saved)
         needs_hidden, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
         dtype = statistics_dtype(hidden.dtype)
         head = _LocalHead(ctx.problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
@@ -258,8 +262,8 @@ def linear_log_probs_and_entropy(
 
     Gradients: hidden gets the complete one, summed over the group (with sequence_parallel this rank's
     shard of it); weight and bias get those of this rank's rows. All are accumulated in fp32; one
-    that needs no gradient costs nothing. Saved for backward: hidden as given, weight, bias, target, mask
-    and a tensor temperature by reference, and three numbers a token.
+    that needs no gradient costs nothing. Saved for backward: hidden as given, weight, bias, target and
+    mask by reference where they are contiguous, a tensor temperature, and three numbers a token.
 
     Collectives, for each chunk of n tokens: in forward one MAX all-reduce of n and one SUM all-reduce of 3 n
     numbers (2 n without entropy, more with metrics); in backward one fp32 all-reduce of [n, H] if hidden
@@ -268,7 +272,15 @@ def linear_log_probs_and_entropy(
     """
     wanted = Wanted.checked(entropy, metrics)
     keywords = Keywords(
-        target, mask, temperature, ignore_index, vocab_size, vocab_start_index, chunk_size, execution, wanted
+        target=target,
+        mask=mask,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        vocab_size=vocab_size,
+        vocab_start_index=vocab_start_index,
+        chunk_size=chunk_size,
+        execution=execution,
+        wanted=wanted,
     )
     return fused_head(hidden, weight, bias, LinearOptions(transform, sequence_parallel, tp_group), keywords)
 
@@ -299,12 +311,16 @@ def _check_operands(
     check_tensor("weight", weight, FLOATS, hidden.device)
     if hidden.dim() == 0:
         raise ValueError("hidden: expected shape [*, H], got a tensor without dimensions")
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: expected [*, H] with H of at least 1, got shape {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: expected shape [V/tp, {hidden.shape[-1]}] for hidden states {tuple(hidden.shape)}, got "
             f"{tuple(weight.shape)}; an FSDP-sharded weight is only whole inside its module's forward"
         )
-    if autocast_dtype is None and weight.dtype != hidden.dtype:
+    # Autocast leaves fp64 alone, so it makes no pair of fp64 and something else equal.
+    cast = autocast_dtype is not None and weight.dtype != torch.float64
+    if not cast and weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight: expected hidden's dtype {hidden.dtype}, got {weight.dtype}; cast one, or use autocast"
         )

@@ -38,7 +38,7 @@ class VocabParallelEntropy(torch.autograd.Function):
     `vocab_parallel_entropy_with_chunking`, all with defaults. Output: entropy [*], fp32 (fp64 for fp64).
 
     Gradient: -p (ln p + entropy) / temperature for the logits, in their dtype; nothing else gets one.
-    Saved: the logits by reference, the mask and a tensor temperature, and three numbers a token (maximum,
+    Saved: the logits by reference, the mask, a tensor temperature, and three numbers a token (maximum,
     ln S, entropy); never the softmax. Collectives: one MAX and one SUM all-reduce of n and 2 n numbers for
     each chunk of n tokens in forward, none in backward, none on a single rank.
     """
@@ -56,18 +56,25 @@ class VocabParallelEntropy(torch.autograd.Function):
         chunk_size: int | None = None,
         execution: Execution | None = None,
     ) -> Tensor:
-        wanted = Wanted(target=False)
         keywords = Keywords(
-            None, mask, temperature, -100, vocab_size, vocab_start_index, chunk_size, execution, wanted
+            mask=mask,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            vocab_start_index=vocab_start_index,
+            chunk_size=chunk_size,
+            execution=execution,
+            wanted=Wanted(target=False),
         )
         results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
-        return own_output(ctx.problem, results.entropy)  # type: ignore[return-value]
+        entropy = own_output(ctx.problem, results.entropy)
+        assert entropy is not None
+        return entropy
 
     @staticmethod
     @without_autocast
     @first_derivative_only
-    def backward(ctx: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        return _backward(ctx, None, grad_entropy), None, None, None, None, None, None, None
+    def backward(ctx: Any, saved: tuple[Any, ...], grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        return _backward(ctx, saved, None, grad_entropy), None, None, None, None, None, None, None
 
 
 class _VocabParallelLogProbsAndEntropy(torch.autograd.Function):
@@ -88,9 +95,13 @@ class _VocabParallelLogProbsAndEntropy(torch.autograd.Function):
     @without_autocast
     @first_derivative_only
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        *_: Tensor | None,
     ) -> tuple[Any, ...]:
-        return _backward(ctx, grad_log_probs, grad_entropy), None, None
+        return _backward(ctx, saved, grad_log_probs, grad_entropy), None, None
 
 
 def vocab_parallel_entropy(
@@ -202,11 +213,19 @@ def vocab_parallel_log_probs_and_entropy(
 
     Collectives: for each chunk of n tokens one MAX all-reduce of n and one SUM all-reduce of 3 n numbers
     (2 n without entropy, more with metrics) in forward, none in backward. Saved for backward: the logits,
-    target, mask and a tensor temperature by reference, and three numbers a token.
+    target and mask by reference where they are contiguous, a tensor temperature, and three numbers a token.
     """
     wanted = Wanted.checked(entropy, metrics)
     keywords = Keywords(
-        target, mask, temperature, ignore_index, vocab_size, vocab_start_index, chunk_size, execution, wanted
+        target=target,
+        mask=mask,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        vocab_size=vocab_size,
+        vocab_start_index=vocab_start_index,
+        chunk_size=chunk_size,
+        execution=execution,
+        wanted=wanted,
     )
     return named_outputs(
         wanted.metrics, _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
@@ -246,10 +265,12 @@ def _forward(
     return results
 
 
-def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+def _backward(
+    ctx: Any, saved: tuple[Any, ...], grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor | None:
     if grad_log_probs is None and grad_entropy is None:
         return None
-    (logits,), tokens, results = restore_for_backward(ctx)
+    (logits,), tokens, results = restore_for_backward(ctx, saved)
     problem: Problem = ctx.problem
     counted = problem.shard.counted
     rows_of_logits = LogitRows(logits[..., :counted])

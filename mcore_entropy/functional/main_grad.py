@@ -18,8 +18,9 @@ class WeightGradient:
     def __init__(self, weight: Tensor, into_main_grad: bool) -> None:
         if into_main_grad and getattr(weight, "main_grad", None) is None:
             raise ValueError(
-                "weight: expected a main_grad for gradient accumulation fusion, got none; wrap the model in "
-                "Megatron's DistributedDataParallel, or turn gradient_accumulation_fusion off"
+                "weight: expected a main_grad for gradient accumulation fusion, got none; Megatron's "
+                "DistributedDataParallel makes them: wrap the model in it, call a model that is not trained "
+                "under torch.no_grad(), or turn gradient_accumulation_fusion off"
             )
         self._weight: Any = weight  # Megatron hangs its attributes on the parameter
         self._into_main_grad = into_main_grad

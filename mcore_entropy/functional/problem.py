@@ -41,19 +41,19 @@ class Problem:
         return list(token_chunks(self.shape.numel(), self.chunk_size, self.sections))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Keywords:
     """The keywords of the public functions, as the caller gave them."""
 
-    target: Tensor | None
-    mask: Tensor | None
-    temperature: float | Tensor
-    ignore_index: int
-    vocab_size: int | None
-    vocab_start_index: int | None
-    chunk_size: int | None
-    execution: Execution | None
     wanted: Wanted
+    target: Tensor | None = None
+    mask: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    ignore_index: int = -100
+    vocab_size: int | None = None
+    vocab_start_index: int | None = None
+    chunk_size: int | None = None
+    execution: Execution | None = None
 
     def resolve(
         self,
@@ -78,6 +78,11 @@ class Keywords:
             raise ValueError(f"execution: expected an Execution or None, got {execution!r}")
         if transform is not None and not isinstance(transform, LogitTransform):
             raise ValueError(f"transform: expected a LogitTransform or None, got {transform!r}")
+        if self.wanted.target and self.target is None:
+            raise ValueError(
+                "target: expected a tensor of labels, got None; for the entropy alone, without a "
+                "log-prob, there is vocab_parallel_entropy"
+            )
         problem = Problem(
             group=group,
             shard=VocabShard.resolve(columns, self.vocab_size, self.vocab_start_index, group),

@@ -1,1 +1,1 @@
-"""Megatron-core: the entropy-aware output layer, its swap, arguments, loss, and Megatron on CPU."""
+"""Megatron-core: the entropy-aware output layer, its configuration and swap, and Megatron on a CPU."""

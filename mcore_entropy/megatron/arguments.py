@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mcore_entropy.execution import Execution
-from mcore_entropy.functional.arguments import checked_chunk_size, checked_number
+from mcore_entropy.functional.arguments import checked_chunk_size, checked_temperature_number
 from mcore_entropy.statistics import LogitTransform, Wanted
 
 
@@ -39,9 +39,13 @@ class EntropyConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metrics", Wanted.checked(self.entropy, self.metrics).metrics)
-        checked_number(self.temperature)
+        checked_temperature_number(self.temperature)
         checked_chunk_size(self.chunk_size, default=1)
-        if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size <= 0):
+        if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size <= 0):
             raise ValueError(f"vocab_size: expected a positive int or None, got {self.vocab_size!r}")
-        if not isinstance(self.ignore_index, int):
+        if type(self.ignore_index) is not int:
             raise ValueError(f"ignore_index: expected an int, got {self.ignore_index!r}")
+        if self.transform is not None and not isinstance(self.transform, LogitTransform):
+            raise ValueError(f"transform: expected a LogitTransform or None, got {self.transform!r}")
+        if not isinstance(self.execution, Execution):
+            raise ValueError(f"execution: expected an Execution, got {self.execution!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_entropy.functional.linear import LinearOptions, fused_head
@@ -39,6 +40,7 @@ class PendingCall:
     entropy: bool
 
 
+# mypy does not follow Megatron's imports, so the base class is Any to it.
 class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
     """Megatron's `ColumnParallelLinear` that, given a target, results in its log-prob and the entropy.
 
@@ -115,41 +117,42 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
         temperature: float | Tensor | None,
         entropy: bool | None,
     ) -> TokenStatistics:
+        check_switches(self)
         config = self.entropy_config
         if weight is None:
             weight = self.weight
-        if weight is None:
+        expected_shape = (self.output_size_per_partition, self.input_size)
+        if weight is None or weight.shape != expected_shape:
             raise ValueError(
-                "weight: expected the tied embedding's, since this layer allocates none of its own, got None"
+                f"weight: expected shape {expected_shape}, the layer's own or a tied embedding's, got "
+                f"{None if weight is None else tuple(weight.shape)}"
             )
         keywords = Keywords(
-            target,
-            mask,
-            config.temperature if temperature is None else temperature,
-            config.ignore_index,
-            config.vocab_size,
-            None,
-            config.chunk_size,
-            config.execution,
-            Wanted.checked(config.entropy if entropy is None else entropy, config.metrics),
+            target=target,
+            mask=mask,
+            temperature=config.temperature if temperature is None else temperature,
+            ignore_index=config.ignore_index,
+            vocab_size=config.vocab_size,
+            chunk_size=config.chunk_size,
+            execution=config.execution,
+            wanted=Wanted.checked(config.entropy if entropy is None else entropy, config.metrics),
         )
         options = LinearOptions(
             transform=config.transform,
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
-            accumulate_into_main_grad=self.gradient_accumulation_fusion and weight.requires_grad,
+            # A reference model, called without a graph, needs no main_grad.
+            accumulate_into_main_grad=(
+                self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+            ),
         )
         return fused_head(hidden, weight, None if self.skip_bias_add else self.bias, options, keywords)
 
 
-def check_supported(layer: ColumnParallelLinear) -> None:
-    """Raise ValueError, naming the reason, for an output layer whose job ours cannot do."""
-    if type(layer) is not ColumnParallelLinear:
-        raise ValueError(
-            f"output_layer: expected Megatron's ColumnParallelLinear, got {type(layer).__module__}."
-            f"{type(layer).__qualname__}; a head that was replaced or wrapped (LoRA, mxfp8) would be bypassed"
-        )
-    if layer.config.defer_embedding_wgrad_compute:
+def check_switches(layer: ColumnParallelLinear) -> None:
+    """Raise ValueError, naming it, for a switch of the layer or its config that statistics cannot honour."""
+    config = layer.config
+    if config.defer_embedding_wgrad_compute:
         raise ValueError(
             "defer_embedding_wgrad_compute: expected False, got True; it keeps the whole gradient of the "
             "logits, which this layer never has"
@@ -159,5 +162,20 @@ def check_supported(layer: ColumnParallelLinear) -> None:
             "output_layer: expected the model's head, got an expert's layer or one with disable_grad_reduce, "
             "whose hidden gradient must not be reduced"
         )
-    if getattr(layer.config, "use_mup", False):
+    if getattr(config, "use_mup", False):
         raise ValueError("use_mup: expected False, got True; MuP's output scale is not supported yet")
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm: expected False, got True; its schedule passes only tensors on "
+            "from the model, and statistics are more than one"
+        )
+
+
+def check_supported(layer: Any) -> None:
+    """Raise ValueError, naming the reason, for an output layer whose job ours cannot do."""
+    if type(layer) is not ColumnParallelLinear:
+        raise ValueError(
+            f"output_layer: expected Megatron's ColumnParallelLinear, got {type(layer).__module__}."
+            f"{type(layer).__qualname__}; a head that was replaced or wrapped (LoRA, mxfp8) would be bypassed"
+        )
+    check_switches(layer)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mcore_entropy.functional.arguments import checked_temperature_number
 from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall, check_supported
 from mcore_entropy.statistics import TokenStatistics
@@ -53,9 +54,16 @@ class SwapHandle:
             entropy: whether to compute the entropy; None for the config's.
 
         Raises:
-            RuntimeError: the block ended, without another error, and the head never saw labels: what was
-                asked for would have been ignored. Not on a pipeline stage without a head.
+            ValueError: temperature or entropy is not of the kind above.
+            RuntimeError: the stock head was restored; or the block ended, without another error, and the head
+                never saw labels: what was asked for would have been ignored. Not on a stage without a head.
         """
+        if any(not head.in_place for head in self._heads):
+            raise RuntimeError("request: expected a swapped model, got one whose stock head was restored")
+        if entropy is not None and not isinstance(entropy, bool):
+            raise ValueError(f"entropy: expected True, False or None, got {entropy!r}")
+        if temperature is not None and not isinstance(temperature, Tensor):
+            temperature = checked_temperature_number(temperature)
         request = _Request(mask, temperature, entropy)
         outer = [head.request for head in self._heads]
         for head in self._heads:
@@ -72,10 +80,13 @@ class SwapHandle:
             )
 
     def restore(self) -> None:
-        """Put the stock head back. Doing it twice does nothing."""
+        """Put the stock head back. Doing it twice does nothing.
+
+        Raises:
+            RuntimeError: something else has replaced what the swap put in place, and would be lost.
+        """
         for head in self._heads:
             head.restore()
-        self._heads = ()
 
 
 class _SwappedHead:
@@ -90,25 +101,42 @@ class _SwappedHead:
         layer = model.output_layer
         layer.__class__ = EntropyAwareOutputLayer
         layer.entropy_config = config
-        model._postprocess = self._postprocess_with_target
-        model.compute_language_model_loss = self._loss_or_statistics
+        self._replaced = {
+            "_postprocess": self._postprocess_with_target,
+            "compute_language_model_loss": self._loss_or_statistics,
+        }
+        for name, method in self._replaced.items():
+            setattr(model, name, method)
         setattr(model, _SWAP, self)
 
     def restore(self) -> None:
-        if getattr(self.model, _SWAP, None) is not self:
-            return  # another handle of the same swap was first
+        if not self.in_place:
+            return  # done before, perhaps by another handle of the same swap
+        for name, ours in self._replaced.items():
+            if vars(self.model).get(name) != ours:
+                raise RuntimeError(
+                    f"restore: expected the model's {name} to be the one that the swap put in place, got "
+                    "another; undo what replaced it first"
+                )
         layer = self.model.output_layer
         layer.__class__ = EntropyAwareOutputLayer.__base__
         for name in ("entropy_config", "pending_call"):
             vars(layer).pop(name, None)
-        # Instance attributes that shadowed the class's methods.
-        del self.model._postprocess, self.model.compute_language_model_loss
+        for name in self._replaced:
+            delattr(self.model, name)  # an instance attribute that shadowed the class's method
         delattr(self.model, _SWAP)
 
+    @property
+    def in_place(self) -> bool:
+        return getattr(self.model, _SWAP, None) is self
+
     def _postprocess_with_target(self, **arguments: Any) -> Any:
-        """GPTModel._postprocess, which calls the layer: with labels, the layer finds its target waiting."""
+        """GPTModel._postprocess, which calls the layer: with labels, the layer finds its target waiting.
+
+        With an output_processor (megatron-core 0.18 and newer) the head belongs to that: it gets logits.
+        """
         labels = arguments.get("labels")
-        if labels is None:
+        if labels is None or arguments.get("output_processor") is not None:
             return self._postprocess(**arguments)
         layer = self.model.output_layer
         layer.pending_call = self._pending_call(labels)
@@ -116,8 +144,9 @@ class _SwappedHead:
             result = self._postprocess(**arguments)
             if layer.pending_call is not None:
                 raise RuntimeError(
-                    "GPTModel._postprocess did not call its output layer as often as expected: this version "
-                    f"of Megatron-core treats its {self._mtp_layers()} MTP layers in a way unknown here"
+                    "GPTModel._postprocess: expected it to call its output layer once for each of its "
+                    f"{self._mtp_layers()} MTP layers and once for the loss, got fewer calls; labels in "
+                    "inference mode, or a version of Megatron-core that is not known here"
                 )
         finally:
             layer.pending_call = None
@@ -229,4 +258,4 @@ def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -
             raise ValueError(
                 f"model: expected GPTModel's own {method}, got one that something else has put in its place"
             )
-    check_supported(model.output_layer)
+    check_supported(getattr(model, "output_layer", None))

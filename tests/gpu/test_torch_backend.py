@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import mcore_entropy as me
+from mcore_entropy.backends.pytorch.products import gradient_operand
 from mcore_entropy.functional.linear import LinearOptions, fused_head
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import Wanted
@@ -71,11 +72,17 @@ def test_fp16_gradients_are_scaled(size: float) -> None:
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     with torch.device("cuda"):
         truth = ref.truth_linear(hidden, weight, target, grad_log_probs=g_lp, grad_entropy=g_h)
-    keywords = Keywords(target, None, 1.0, -100, None, None, None, None, Wanted())
+    keywords = Keywords(target=target, wanted=Wanted())
     result = fused_head(hidden, weight, None, LinearOptions(accumulate_into_main_grad=True), keywords)
     torch.autograd.backward([result.log_probs, result.entropy], [size * g_lp, size * g_h])
     error = (weight.main_grad.double() / size - truth.gradients["weight"]).norm()
     assert error / truth.gradients["weight"].norm() < 2**-10  # one rounding of each tile to fp16
+
+
+def test_a_nan_does_not_decide_the_scale_of_its_neighbours() -> None:
+    tile = torch.tensor([[torch.nan, 1.0], [1000.0, -900.0]], device="cuda")
+    operand, factor = gradient_operand(tile, torch.float16)
+    assert torch.equal((operand.float() * factor)[1], tile[1])
 
 
 def test_invalid_target_is_nan_without_a_sync() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,11 @@ from tests.megatron.tiny_gpt import (
     train,
 )
 from tests.ranks import run_ranks
+
+try:
+    from megatron.core.models.gpt import GPTModel
+except ImportError:
+    GPTModel = None
 
 pytestmark = needs_megatron
 
@@ -72,6 +78,16 @@ def test_without_labels_logits_are_the_stock_heads_to_the_bit(options: TinyGPT) 
         assert torch.equal(stock, restored)
 
 
+def close_checkpoint_writer() -> None:
+    """End the process that Megatron's writer keeps for results: it would outlive a rank that is killed."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue = filesystem_async._results_queue
+    if queue is not None:
+        queue._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
 def save_and_load(options: TinyGPT, folder: str) -> list[tuple[Tensor, Tensor]]:
     from megatron.core import dist_checkpointing
 
@@ -85,7 +101,10 @@ def save_and_load(options: TinyGPT, folder: str) -> list[tuple[Tensor, Tensor]]:
                     parameter.zero_()
             path = Path(folder, f"swapped-{writer_is_swapped}")
             path.mkdir(exist_ok=True)
-            dist_checkpointing.save(writer.sharded_state_dict(), str(path))
+            try:
+                dist_checkpointing.save(writer.sharded_state_dict(), str(path))
+            finally:
+                close_checkpoint_writer()
             state = dist_checkpointing.load(reader.sharded_state_dict(), str(path))
             reader.load_state_dict(state)
             both = zip(writer.parameters(), reader.parameters(), strict=True)
@@ -203,6 +222,7 @@ def misuse(options: TinyGPT) -> dict[str, str]:
     with model_parallel(options):
         core = build(options).core
         handle = swap(core)
+        hidden = torch.zeros(8, 2, 32)
 
         def request(inside: Callable[[], Any] | None = None, **keywords: Any) -> None:
             with handle.request(**keywords):
@@ -214,10 +234,22 @@ def misuse(options: TinyGPT) -> dict[str, str]:
         attempt("no labels", lambda: request(lambda: logits_of(core, options), temperature=2.0))
         attempt("label", lambda: forward_with_labels(core, _with_label(batch, options.padded_vocab_size)))
         attempt("other config", lambda: swap(core, EntropyConfig(temperature=2.0)))
-        attempt("mask without target", lambda: core.output_layer(torch.zeros(8, 2, 32), mask=batch.loss_mask))
+        attempt("mask without target", lambda: core.output_layer(hidden, mask=batch.loss_mask))
+        attempt("entropy", lambda: request(entropy="no"))
+        attempt("tied weight", lambda: core.output_layer(hidden, torch.zeros(3, 32), target=batch.labels.t()))
+        core.output_layer.disable_grad_reduce = True
+        with pytest.raises(ValueError, match="disable_grad_reduce"):
+            forward_with_labels(core, batch)
+        core.output_layer.disable_grad_reduce = False
+
+        ours, core._postprocess = core._postprocess, lambda **arguments: ours(**arguments)
+        attempt("restore under a wrapper", handle.restore)
+        core._postprocess = ours
         again = swap(core)
         again.restore()
         assert isinstance(forward_with_labels(core, batch), Tensor)
+        with pytest.raises(RuntimeError, match="stock head was restored"), handle.request(temperature=2.0):
+            pass
     return messages
 
 
@@ -235,6 +267,9 @@ def test_misuse_is_named_on_every_rank_and_leaves_the_model_usable(options: Tiny
         assert messages["label"].startswith("ValueError: target: expected values in [0, 64)")
         assert messages["other config"].startswith("ValueError: config: expected the one this model was")
         assert messages["mask without target"].startswith("ValueError: target: expected one together with")
+        assert messages["entropy"].startswith("ValueError: entropy: expected True, False or None, got 'no'")
+        assert messages["tied weight"].startswith("ValueError: weight: expected shape")
+        assert messages["restore under a wrapper"].startswith("RuntimeError: restore: expected the model's")
 
 
 def refusals(options: TinyGPT) -> dict[str, str]:
@@ -261,6 +296,9 @@ def refusals(options: TinyGPT) -> dict[str, str]:
         refused("subclass", wrap_head)
         refused("wrapper", lambda core: setattr(core, "output_layer", torch.nn.Sequential(core.output_layer)))
         refused("deferred", lambda core: setattr(core.config, "defer_embedding_wgrad_compute", True))
+        refused("1f1b", lambda core: setattr(core.config, "overlap_moe_expert_parallel_comm", True))
+        refused("mup", lambda core: setattr(core.config, "use_mup", True))
+        refused("no head", lambda core: delattr(core, "output_layer"))
         refused("patched", lambda core: setattr(core, "compute_language_model_loss", lambda *_: None))
         refused("no model", lambda core: torch.nn.Linear(2, 2))
     return messages
@@ -272,7 +310,37 @@ def test_heads_that_would_be_bypassed_are_refused_by_name() -> None:
     assert "torch.nn.modules.container.Sequential" in messages["wrapper"]
     assert "defer_embedding_wgrad_compute" in messages["deferred"]
     assert "compute_language_model_loss" in messages["patched"]
+    assert "overlap_moe_expert_parallel_comm" in messages["1f1b"]
+    assert "use_mup" in messages["mup"]
+    assert "expected Megatron's ColumnParallelLinear, got builtins.NoneType" in messages["no head"]
     assert "Linear" in messages["no model"]
+
+
+def with_output_processor(options: TinyGPT) -> bool:
+    batch = make_batch(options)
+    with model_parallel(options):
+        core = build(options).core
+        swap(core)
+
+        def processor(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, **_: Any) -> Tensor:
+            return output_layer(hidden_states, weight=output_weight)[0]
+
+        logits = core(
+            batch.tokens,
+            batch.position_ids,
+            batch.attention_mask,
+            labels=batch.labels,
+            output_processor=processor,
+        )
+        return torch.equal(logits.transpose(0, 1), logits_of(core, options))
+
+
+@pytest.mark.skipif(
+    "output_processor" not in inspect.signature(GPTModel.forward).parameters if GPTModel else True,
+    reason="this megatron-core has no output_processor: it came with 0.18",
+)
+def test_an_output_processor_gets_the_stock_heads_logits() -> None:
+    assert run_ranks(1, with_output_processor, TinyGPT())[0]
 
 
 def mean_log_prob(output: TokenStatistics, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -310,6 +378,8 @@ def missing_main_grad(options: TinyGPT) -> str:
         swap(core)
         core.output_layer.gradient_accumulation_fusion = True
         del core.output_layer.weight.main_grad
+        with torch.no_grad():  # a reference model
+            assert forward_with_labels(core, make_batch(options)).log_probs.isfinite().all()
         with pytest.raises(ValueError, match="main_grad") as error:
             forward_with_labels(core, make_batch(options))
         return str(error.value)
@@ -338,6 +408,8 @@ def test_a_stage_without_a_head_is_left_alone() -> None:
 
 
 def test_the_config_is_checked() -> None:
-    for name, bad in {"temperature": 0.0, "chunk_size": 0, "vocab_size": -1, "metrics": ("entropy",)}.items():
+    bad_values = {"temperature": 0.0, "chunk_size": 0, "vocab_size": True, "metrics": ("entropy",)}
+    bad_values |= {"transform": "softcap", "execution": "torch", "ignore_index": None, "entropy": 1}
+    for name, bad in bad_values.items():
         with pytest.raises(ValueError, match=name):
             EntropyConfig(**{name: bad})

@@ -226,3 +226,21 @@ def test_checks_do_not_disturb_one_rank(monkeypatch: pytest.MonkeyPatch) -> None
         inputs, target = _inputs(name, torch.float32), make_target((N,), 37)
         results = forward(*inputs, target, mask=torch.arange(N) > 3, temperature=torch.ones(N))
         torch.autograd.grad([r.sum() for r in results], inputs)
+
+
+def test_gradient_penalty_under_autocast_is_refused() -> None:
+    """What is saved there are cast copies, which need no gradient themselves."""
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = me.linear_log_probs_and_entropy(hidden, weight, torch.arange(5)).log_probs.sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        (loss + gradient.square().sum()).backward()
+
+
+def test_create_graph_inside_a_checkpoint_works_until_it_is_differentiated() -> None:
+    logits = torch.randn(5, 11, requires_grad=True)
+    entropy = torch.utils.checkpoint.checkpoint(me.vocab_parallel_entropy, logits, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(entropy.sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.sum().backward()

@@ -251,3 +251,37 @@ def test_options_are_keyword_only(function: Any) -> None:
     assert len(given[function]) == positional
     with pytest.raises(TypeError, match="positional"):
         public(*given[function], None)
+
+
+HEAD = torch.ones(3, 2), torch.ones(5, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: me.linear_log_probs_and_entropy(*HEAD, None), "target: expected a tensor"),
+        (lambda: me.vocab_parallel_log_probs_and_entropy(LOGITS, None), "target: expected a tensor"),
+        (lambda: me.vocab_parallel_entropy(LOGITS[..., :0]), "expected a vocabulary of at least one"),
+        (lambda: me.vocab_parallel_entropy(LOGITS, temperature=1e-46), "temperature: expected a positive"),
+        (lambda: me.vocab_parallel_entropy(LOGITS, mask=ROWS), r"pass loss_mask\.bool\(\)"),
+        (lambda: me.LogitTransform(scale=-1.0), "positive, finite scale"),
+        (lambda: me.LogitTransform(scale="a"), "positive, finite scale"),
+        (lambda: me.LogitTransform(softcap=float("inf")), "positive, finite softcap"),
+    ],
+)
+def test_more_bad_values(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_autocast_makes_no_pair_of_fp64_and_fp32() -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="weight: expected hidden's dtype"),
+    ):
+        me.linear_log_probs_and_entropy(torch.ones(3, 2), torch.ones(5, 2).double(), torch.zeros(3).long())
+
+
+def test_hidden_states_have_a_size() -> None:
+    with pytest.raises(ValueError, match="hidden: expected"):
+        me.linear_log_probs_and_entropy(torch.ones(3, 0), torch.ones(5, 0), torch.zeros(3).long())

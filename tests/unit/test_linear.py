@@ -223,6 +223,23 @@ def test_half_precision_gradients_neither_vanish_nor_overflow(size: float) -> No
         assert bool((error <= allowed).all()), (name, float((error / allowed).max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+def test_weight_and_bias_gradients_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """Over 128 chunks, a sum in half precision would be off by many roundings; this one is rounded once."""
+    hidden, weight, bias = make_linear(dtype, rows=512, spread=0.3)
+    hidden[:, 0] = 1.0
+    target = torch.zeros(512, dtype=torch.long)
+    leaves = [leaf(x) for x in (weight, bias)]
+    both = me.linear_log_probs_and_entropy(hidden, leaves[0], target, bias=leaves[1], chunk_size=4)
+    found = torch.autograd.grad(both.log_probs.sum(), leaves)
+    truth = ref.truth_linear(hidden, weight, target, bias=bias, grad_log_probs=torch.ones(512))
+    for name, gradient in zip(("weight", "bias"), found, strict=True):
+        expected = truth.gradients[name]
+        error = (gradient.double() - expected).abs()
+        allowed = torch.finfo(dtype).eps * (0.75 * expected.abs() + 0.25 * expected.square().mean().sqrt())
+        assert bool((error <= allowed).all()), (name, float((error / allowed).max()))
+
+
 def test_nan_in_a_weight_row_is_everybodys() -> None:
     hidden, weight, _ = make_linear(torch.float32)
     weight[100, 3] = NAN

@@ -211,3 +211,15 @@ def test_autocast_leaves_fp64_and_logits_alone() -> None:
     assert_same_bits(inside.log_probs, outside.log_probs)
     assert_same_bits(inside.entropy, outside.entropy)
     assert_same_bits(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("infinity", [-INF, INF])
+def test_infinite_logits_stay_infinite_under_a_softcap(dtype: torch.dtype, infinity: float) -> None:
+    """A banned token keeps p = 0, which tanh alone would not give it; +inf is NaN, as everywhere."""
+    hidden, weight, bias = make_linear(dtype)
+    bias[[0, 5, 516]] = infinity
+    target = make_target((N,), 500) + 6
+    ours, _ = check_linear(hidden, weight, target, bias=bias, softcap=5.0)
+    assert ours.entropy is not None
+    assert bool(ours.entropy.isnan().all()) == (infinity == INF)

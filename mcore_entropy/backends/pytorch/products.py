@@ -37,9 +37,9 @@ def gradient_operand(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
         return gradient, None
     if dtype == torch.bfloat16:
         return gradient.to(dtype), None
-    largest = gradient.abs().amax()
-    usable = torch.isfinite(largest) & (largest > 0)
-    exponent = _LARGEST_EXPONENT - torch.where(usable, largest, 1.0).log2().floor()
+    # Of the finite entries: a row of NaN must not decide the scale, and overflow, of its neighbours.
+    largest = torch.where(gradient.isfinite(), gradient, 0.0).abs().amax()
+    exponent = _LARGEST_EXPONENT - torch.where(largest > 0, largest, 1.0).log2().floor()
     scale = exponent.clamp(max=120.0).exp2()
     return (gradient * scale).to(dtype), scale.reciprocal()
 
