@@ -1,6 +1,6 @@
 """The torch backend: works through rows and columns in tiles whose size a workspace bounds.
 
-The default workspace is 32 MiB on the CPU, where tiles should stay in the cache, and 256 MiB elsewhere.
+The default workspace is 12 MiB on the CPU, where tiles should stay in the cache, and 256 MiB elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_entropy.statistics import (
     tile_statistics_,
 )
 
-_CPU_WORKSPACE_MIB = 32
+_CPU_WORKSPACE_MIB = 12
 _DEVICE_WORKSPACE_MIB = 256
 # Live at once for one tile: the logits, their exponentials, and a third for a softcap's slope, for
 # the squares of a metric or for a half-precision copy.
