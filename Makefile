@@ -9,6 +9,9 @@ VENV ?= .venv
 TORCH ?= torch>=2.8
 MEGATRON ?= megatron-core>=0.13
 
+# Ranks of the demo: make demo NPROC=4 ARGS='--tensor-model-parallel-size 2'
+NPROC ?= 2
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Other pins than those installed are installed.
@@ -45,7 +48,7 @@ pytest: $(STAMP) ## the tests alone
 test: lint types pytest ## lint, types and all tests
 
 demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
 	    examples/pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel $(ARGS)
 
 benchmark: $(STAMP) ## time and peak memory against eager

@@ -26,7 +26,7 @@ import launch
 from launch import UserMistake, World
 
 PACKAGES = {"mcore_entropy": "mcore-entropy", "megatron": "megatron-core"}
-PACKAGES |= {name: name for name in ("tokenizers", "tqdm", "matplotlib")}
+PACKAGES |= {name: name for name in ("tokenizers", "tqdm", "matplotlib", "psutil")}  # psutil: checkpoints
 
 
 def parse_arguments(world: World) -> argparse.Namespace:
@@ -81,6 +81,8 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
     for name, value in vars(args).items():
         if type(value) is int and name not in ("seed", "lr_warmup_iters") and value < 1:
             raise UserMistake(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
+    if args.max_data_mib <= 0:
+        raise UserMistake(f"--max-data-mib must be above 0, not {args.max_data_mib:g}.")
     if args.lr <= 0:
         raise UserMistake(f"--lr must be above 0, not {args.lr:g}.")
     tp = args.tensor_model_parallel_size
@@ -137,7 +139,10 @@ def main(world: World) -> int:
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
         packages = " ".join(missing)
-        raise UserMistake(f"missing from the environment {sys.prefix}: {packages} (pip install {packages}).")
+        raise UserMistake(
+            f"missing from the environment {sys.prefix}: {packages} "
+            "(all of it: pip install -e '.[demo]' in the checkout of mcore_entropy)."
+        )
     text = load_corpus(args, world)
 
     from training import train  # Megatron takes seconds to import: after the checks

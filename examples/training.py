@@ -120,11 +120,11 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
             )
     progress.close()
 
-    checkpoint = megatron_gpt.save_checkpoint(gpt, world, args)
     if world.rank == 0:
         (args.save / "tokenizer.json").write_text(text.tokenizer_json, encoding="utf-8")
         report.write_json_lines(steps, args.save / "metrics.jsonl")
         report.plot(steps, args.save / "plot.png", vocab_size=args.vocab_size, title=plot_title(args))
+    checkpoint = megatron_gpt.save_checkpoint(gpt, world, args)
     if comparison is not None:
         world.say(*comparison.report())
     last = steps[-10:]

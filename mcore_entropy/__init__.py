@@ -14,24 +14,27 @@ from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.statistics import LogitTransform, TokenStatistics
 
 if TYPE_CHECKING:
-    from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer
-    from mcore_entropy.megatron.swap import swap_output_layer
+    from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer as EntropyAwareOutputLayer
+    from mcore_entropy.megatron.swap import swap_output_layer as swap_output_layer
 
 __version__ = "0.1.0"
 
+# Without the two names that need megatron-core (see __getattr__), so that `import *` works without it.
 __all__ = [
-    "EntropyAwareOutputLayer",
     "EntropyConfig",
     "Execution",
     "LogitTransform",
     "TokenStatistics",
     "VocabParallelEntropy",
     "linear_log_probs_and_entropy",
-    "swap_output_layer",
     "vocab_parallel_entropy",
     "vocab_parallel_entropy_with_chunking",
     "vocab_parallel_log_probs_and_entropy",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "EntropyAwareOutputLayer", "swap_output_layer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

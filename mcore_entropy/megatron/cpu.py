@@ -93,7 +93,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
     except ImportError as error:
         raise ImportError(
-            "megatron_on_cpu() needs megatron-core: pip install 'mcore-entropy[megatron]'."
+            "megatron_on_cpu() needs megatron-core: pip install megatron-core psutil."
         ) from error
 
     torch_on_cpu = _torch_on_cpu()

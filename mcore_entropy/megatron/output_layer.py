@@ -20,7 +20,7 @@ try:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 except ImportError as error:
     raise ImportError(
-        "mcore_entropy's output layer needs Megatron-core: pip install 'mcore-entropy[megatron]'"
+        "mcore_entropy's output layer needs Megatron-core: pip install megatron-core psutil"
     ) from error
 
 
