@@ -92,6 +92,7 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         facts = {
             "hidden": f"{tuple(hidden.shape)} {hidden.dtype}, needs a gradient: {hidden.requires_grad}",
             "sequence_parallel": options.sequence_parallel,
+            "autocast": autocast_dtype,
             "weight": f"{weight.dtype}, bias: {bias is not None}",
         }
         keywords.verify_agreement(problem, tokens, facts)
@@ -194,7 +195,8 @@ def linear_log_probs_and_entropy(
     needs a gradient. With sequence_parallel also an all-gather of [n, H] in forward and again in backward,
     and a reduce-scatter instead of the all-reduce.
     """
-    wanted = Wanted.checked(entropy, metrics)
+    with errors_on_every_rank(TensorParallelGroup.resolve(tp_group)):
+        wanted = Wanted.checked(entropy, metrics)
     keywords = Keywords(
         target=target,
         mask=mask,

@@ -215,7 +215,8 @@ def vocab_parallel_log_probs_and_entropy(
     (2 n without entropy, more with metrics) in forward, none in backward. Saved for backward: the logits,
     target and mask by reference where they are contiguous, a tensor temperature, and three numbers a token.
     """
-    wanted = Wanted.checked(entropy, metrics)
+    with errors_on_every_rank(TensorParallelGroup.resolve(tp_group)):
+        wanted = Wanted.checked(entropy, metrics)
     keywords = Keywords(
         target=target,
         mask=mask,

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.linear import LinearOptions, fused_head
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.megatron.arguments import EntropyConfig
+from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics, Wanted
 
 try:
@@ -117,16 +119,18 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
         temperature: float | Tensor | None,
         entropy: bool | None,
     ) -> TokenStatistics:
-        check_switches(self)
         config = self.entropy_config
         if weight is None:
             weight = self.weight
-        expected_shape = (self.output_size_per_partition, self.input_size)
-        if weight is None or weight.shape != expected_shape:
-            raise ValueError(
-                f"weight: expected shape {expected_shape}, the layer's own or a tied embedding's, got "
-                f"{None if weight is None else tuple(weight.shape)}"
-            )
+        with errors_on_every_rank(TensorParallelGroup.resolve(self.tp_group)):
+            check_switches(self)
+            expected_shape = (self.output_size_per_partition, self.input_size)
+            if weight is None or weight.shape != expected_shape:
+                raise ValueError(
+                    f"weight: expected shape {expected_shape}, the layer's own or a tied embedding's, got "
+                    f"{None if weight is None else tuple(weight.shape)}"
+                )
+            wanted = Wanted.checked(config.entropy if entropy is None else entropy, config.metrics)
         keywords = Keywords(
             target=target,
             mask=mask,
@@ -135,7 +139,7 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             vocab_size=config.vocab_size,
             chunk_size=config.chunk_size,
             execution=config.execution,
-            wanted=Wanted.checked(config.entropy if entropy is None else entropy, config.metrics),
+            wanted=wanted,
         )
         options = LinearOptions(
             transform=config.transform,

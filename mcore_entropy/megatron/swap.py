@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import checked_temperature_number
 from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall, check_supported
+from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics
 
 _SWAP = "_mcore_entropy_swap"
@@ -47,6 +49,10 @@ class SwapHandle:
         entropy: bool | None = None,
     ) -> Iterator[None]:
         """Pass what a micro-batch needs to the head, around ``model(..., labels=labels)``.
+
+        A request inside another replaces it. A forward that `torch.utils.checkpoint` runs again in backward
+        needs its request then too: where the whole model's call is checkpointed, open the request inside the
+        checkpointed function. (Megatron's own recomputation leaves the head out, and needs nothing.)
 
         Args:
             mask: bool [b, s], as the labels; tokens where it is False give 0 and cost nothing.
@@ -139,7 +145,8 @@ class _SwappedHead:
         if labels is None or arguments.get("output_processor") is not None:
             return self._postprocess(**arguments)
         layer = self.model.output_layer
-        layer.pending_call = self._pending_call(labels)
+        with errors_on_every_rank(TensorParallelGroup.resolve(layer.tp_group)):
+            layer.pending_call = self._pending_call(labels)
         try:
             result = self._postprocess(**arguments)
             if layer.pending_call is not None:

@@ -183,6 +183,8 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], list[dict[str, Any]], str]] = {
     "ignore_index": (("both", "linear"), [{}, {"ignore_index": -1}], "ignore_index"),
     "chunk_size": (("chunks", "both", "linear"), [{"chunk_size": 3}, {"chunk_size": 4}], "chunk_size"),
     "entropy": (("both", "linear"), [{}, {"entropy": False}], "entropy"),
+    "bad metric on one rank": (("both", "linear"), [{}, {"metrics": ("mode",)}], "metrics"),
+    "bad entropy on one rank": (("both", "linear"), [{"entropy": None}, {}], "entropy"),
 }
 
 
@@ -193,6 +195,18 @@ def test_checks_name_what_differs_on_all_ranks(name: str) -> None:
     for form, *messages in zip(forms, *ranks, strict=True):
         for rank, message in enumerate(messages):
             assert says((word,), message), f"{form}, rank {rank}: {message!r} does not name {word}"
+
+
+def autocast_on_rank_one() -> str:
+    with (
+        mock.patch.dict(os.environ, {"MCORE_ENTROPY_CHECKS": "1"}),
+        torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 1),
+    ):
+        return _attempt("linear", {})
+
+
+def test_checks_name_autocast_on_one_rank() -> None:
+    assert all(says(("autocast",), message) for message in run_ranks(2, autocast_on_rank_one, timeout=LIMIT))
 
 
 def test_checks_let_agreement_pass() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy import EntropyConfig, TokenStatistics, linear_log_probs_and_entropy
@@ -314,6 +317,24 @@ def test_heads_that_would_be_bypassed_are_refused_by_name() -> None:
     assert "use_mup" in messages["mup"]
     assert "expected Megatron's ColumnParallelLinear, got builtins.NoneType" in messages["no head"]
     assert "Linear" in messages["no model"]
+
+
+def transposed_mask_on_rank_one(options: TinyGPT) -> str:
+    batch = make_batch(options)
+    mask = batch.loss_mask.bool()
+    with model_parallel(options), mock.patch.dict(os.environ, {"MCORE_ENTROPY_CHECKS": "1"}):
+        core = build(options).core
+        handle = swap(core)
+        mask = mask.t().contiguous() if dist.get_rank() == 1 else mask
+        with pytest.raises(ValueError, match="mask: expected shape") as error, handle.request(mask=mask):
+            forward_with_labels(core, batch)
+        return str(error.value)
+
+
+def test_checks_name_a_request_that_one_rank_gets_wrong() -> None:
+    first, second = run_ranks(2, transposed_mask_on_rank_one, TP2, timeout=60)
+    assert "rank 1: mask" in first
+    assert second.startswith("mask")
 
 
 def with_output_processor(options: TinyGPT) -> bool:
