@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -130,6 +132,13 @@ class TokenChunk:
     def tokens(self) -> int:
         return self.sections * (self.stop - self.start)
 
+    def following(self) -> TokenChunk | None:
+        """The next chunk, of at most as many tokens."""
+        stop = min(2 * self.stop - self.start, self.tokens_per_section)
+        if stop == self.stop:
+            return None
+        return TokenChunk(self.stop, stop, self.sections, self.tokens_per_section)
+
     def take(self, per_token: Tensor) -> Tensor:
         """This chunk's rows of [N], as [n]; a view where there is one section."""
         sections = per_token.view(self.sections, self.tokens_per_section)
@@ -149,41 +158,124 @@ def token_chunks(tokens: int, chunk_size: int, sections: int = 1) -> Iterator[To
         yield TokenChunk(start, min(start + step, per_section), sections, per_section)
 
 
-def reduce_statistics(partial: PartialStatistics, group: TensorParallelGroup) -> PartialStatistics:
+class Pending:
+    """The result of a collective that may still run: on a GPU beside the work that is launched meanwhile."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None) -> None:
+        self._result = result
+        self._work = work
+
+    def result(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
+
+
+class StatisticsReduction:
     """Statistics of the whole vocabulary from every rank's part: one MAX and one packed SUM all-reduce.
+
+    The MAX starts at once, the SUM with `start_sum`, so that other work can be launched in between.
 
     A backend's MAX may drop a NaN (gloo's does). The rank that holds it rescales its sums by NaN, so the
     SUM carries it to every rank.
     """
+
+    def __init__(self, partial: PartialStatistics, group: TensorParallelGroup) -> None:
+        self._partial = partial
+        self._group = group
+        maximum = partial.maximum.clone()
+        work = dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+        self._maximum = Pending(maximum, work)
+        self._sums: Pending | None = None
+
+    def start_sum(self) -> None:
+        if self._sums is None:
+            self._partial = self._partial.rescaled(self._maximum.result())
+            sums = self._partial.packed_sums()
+            work = dist.all_reduce(sums, group=self._group.process_group, async_op=True)
+            self._sums = Pending(sums, work)
+
+    def result(self) -> PartialStatistics:
+        self.start_sum()
+        assert self._sums is not None
+        return self._partial.with_sums(self._sums.result())
+
+
+class OrderedStatisticsReduction:
+    """The same result from one all-gather, merged in rank order: the same bits whatever the network does."""
+
+    def __init__(self, partial: PartialStatistics, group: TensorParallelGroup) -> None:
+        self._partial = partial
+        self._group = group
+        mine = torch.stack(list(partial.present().values()))
+        everyone = mine.new_empty(group.size, *mine.shape)
+        work = dist.all_gather_into_tensor(everyone, mine, group=group.process_group, async_op=True)
+        self._everyone = Pending(everyone, work)
+
+    def start_sum(self) -> None:
+        """Nothing to start: there is one collective."""
+
+    def result(self) -> PartialStatistics:
+        first, *others = (
+            PartialStatistics(**dict(zip(self._partial.present(), rank, strict=True)))
+            for rank in self._everyone.result().unbind(0)
+        )
+        for other in others:
+            first = first.merge(other)
+        return first
+
+
+class NoReduction:
+    """One rank has the whole vocabulary."""
+
+    def __init__(self, partial: PartialStatistics) -> None:
+        self._partial = partial
+
+    def start_sum(self) -> None:
+        """Nothing to start."""
+
+    def result(self) -> PartialStatistics:
+        return self._partial
+
+
+Reduction: TypeAlias = StatisticsReduction | OrderedStatisticsReduction | NoReduction
+
+
+def start_reduction(partial: PartialStatistics, group: TensorParallelGroup) -> Reduction:
+    """Begin to bring the ranks' parts together.
+
+    The sum of two numbers does not depend on their order. Of more it does, and then torch's deterministic
+    algorithms ask for the ordered form.
+    """
     if group.size == 1:
-        return partial
-    maximum = partial.maximum.clone()
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.process_group)
-    rescaled = partial.rescaled(maximum)
-    sums = rescaled.packed_sums()
-    dist.all_reduce(sums, group=group.process_group)
-    return rescaled.with_sums(sums)
+        return NoReduction(partial)
+    if group.size > 2 and torch.are_deterministic_algorithms_enabled():
+        return OrderedStatisticsReduction(partial, group)
+    return StatisticsReduction(partial, group)
 
 
-def gather_sequence(hidden: Tensor, group: TensorParallelGroup) -> Tensor:
+def start_gather(hidden: Tensor, group: TensorParallelGroup) -> Pending:
     """All ranks' rows [n / R, H], in rank order, as [n, H]: one all-gather."""
     gathered = hidden.new_empty(group.size * hidden.shape[0], hidden.shape[1])
-    dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=group.process_group)
-    return gathered
+    work = dist.all_gather_into_tensor(
+        gathered, hidden.contiguous(), group=group.process_group, async_op=True
+    )
+    return Pending(gathered, work)
 
 
-def reduce_scatter_sequence(partial: Tensor, group: TensorParallelGroup) -> Tensor:
-    """This rank's rows [n / R, H] of the sum over ranks of [n, H]: one reduce-scatter."""
+def start_hidden_reduction(partial: Tensor, chunk: TokenChunk, group: TensorParallelGroup) -> Pending:
+    """The sum over ranks of a chunk's [n, H], in place: one all-reduce, none on a single rank.
+
+    Under sequence parallelism this rank's rows [n / R, H] of it: one reduce-scatter.
+    """
+    if group.size == 1:
+        return Pending(partial)
+    if chunk.sections == 1:
+        return Pending(partial, dist.all_reduce(partial, group=group.process_group, async_op=True))
     shard = partial.new_empty(partial.shape[0] // group.size, partial.shape[1])
-    dist.reduce_scatter_tensor(shard, partial.contiguous(), group=group.process_group)
-    return shard
-
-
-def all_reduce_hidden_gradient(partial: Tensor, group: TensorParallelGroup) -> Tensor:
-    """The sum over ranks of [n, H], in place: one all-reduce, none on a single rank."""
-    if group.size > 1:
-        dist.all_reduce(partial, group=group.process_group)
-    return partial
+    work = dist.reduce_scatter_tensor(shard, partial, group=group.process_group, async_op=True)
+    return Pending(shard, work)
 
 
 def checks_enabled() -> bool:

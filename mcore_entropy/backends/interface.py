@@ -5,7 +5,7 @@ n tokens, v local columns that count (padding is cut off by the caller), H hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,18 +82,52 @@ class RowGradients:
 
 
 @dataclass(frozen=True)
-class LinearGradients:
-    """Buffers that a backend adds gradients to; None for a gradient nobody asked for.
+class KeptLogits:
+    """Logits that a forward kept for its backward, of the first `columns` columns, in the backend's own form.
 
     Attributes:
-        hidden: [n, H], fp32 (fp64 for fp64 inputs); this rank's part of the sum over the vocabulary.
-        weight: [v, H], fp32 or fp64, Megatron's ``main_grad`` for instance.
-        bias: [v], fp32 or fp64.
+        exponents: [n, columns] fp16, log2 of e^z relative to the row's maximum in the same tile of columns.
+        maxima: [tiles, n] fp32, those maxima, before the temperature.
     """
 
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    exponents: Tensor
+    maxima: Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.exponents.shape[1]
+
+    def block(self, start: int, stop: int) -> KeptLogits:
+        """Tokens start to stop - 1, to be written."""
+        return KeptLogits(self.exponents[start:stop], self.maxima[:, start:stop])
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The kept logits of the rows whose gradient is computed: `rows` [k] int64 says where, None: in order."""
+
+    logits: KeptLogits
+    rows: Tensor | None = None
+
+    def block(self, rows: slice) -> KeptRows:
+        if self.rows is None:
+            return KeptRows(self.logits.block(rows.start, rows.stop))
+        return KeptRows(self.logits, self.rows[rows])
+
+
+class GradientTiles(Protocol):
+    """The gradient for the logits of n rows, one slice of columns after the other.
+
+    Attributes:
+        slices: the slices that together are all v columns.
+        factor: what every product with a tile has to be multiplied with (one number on the device), or None.
+    """
+
+    slices: Sequence[slice]
+    factor: Tensor | None
+
+    def tile(self, columns: slice) -> Tensor:
+        """[n, columns] in the dtype in which it is multiplied; overwritten by the next call."""
 
 
 class LogitRows:
@@ -105,22 +139,48 @@ class LogitRows:
         self.columns = logits.shape[-1]
         self.device = logits.device
         self.dtype = logits.dtype
-        self._logits = logits
+        self.whole = logits
+        self.column_stride = logits.stride(-1)
         try:
             self._matrix: Tensor | None = logits.view(self.tokens, self.columns)
         except RuntimeError:  # the leading dimensions of a transposed tensor do not merge into one stride
             self._matrix = None
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Rows of the given token numbers, [n, v]; a copy in the logits' dtype."""
-        if self._matrix is not None:
-            return self._matrix.index_select(0, tokens)
+    @property
+    def evenly_spaced(self) -> bool:
+        """Whether one stride leads from each token's row to the next."""
+        return self._matrix is not None
+
+    @property
+    def row_stride(self) -> int:
+        """That stride, 0 where there is none."""
+        return 0 if self._matrix is None else self._matrix.stride(0)
+
+    def from_token(self, token: int) -> Tensor:
+        """Evenly spaced rows from a token's on."""
+        assert self._matrix is not None
+        return self._matrix[token:]
+
+    def starts(self, tokens: Tensor) -> Tensor:
+        """The element of `whole` at which each token's row starts, [n] int64."""
+        start = torch.zeros_like(tokens)
+        for index, stride in zip(self._index(tokens), self.whole.stride(), strict=False):
+            start += index * stride
+        return start
+
+    def _index(self, tokens: Tensor) -> tuple[Tensor, ...]:
         # torch.unravel_index would copy the shape to the device, which is a host sync.
         index = []
         for size in reversed(self.leading_shape):
             index.append(tokens % size)
             tokens = tokens // size
-        return self._logits[tuple(reversed(index))]
+        return tuple(reversed(index))
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Rows of the given token numbers, [n, v]; a copy in the logits' dtype."""
+        if self._matrix is not None:
+            return self._matrix.index_select(0, tokens)
+        return self.whole[self._index(tokens)]
 
     def read_range(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop), [n, v]; a view where the layout allows it."""
@@ -151,6 +211,12 @@ class TokenSelection:
             return TokenSelection(self.start + first, self.start + last)
         return TokenSelection(self.start, self.stop, self.rows[first:last])
 
+    def numbers(self, device: torch.device) -> Tensor:
+        """The tokens' numbers, [n] int64."""
+        if self.rows is None:
+            return torch.arange(self.start, self.stop, device=device)
+        return self.rows + self.start
+
     def read(self, logits: LogitRows) -> Tensor:
         if self.rows is None:
             return logits.read_range(self.start, self.stop)
@@ -168,8 +234,8 @@ class Backend(Protocol):
 
     name: str
 
-    def check(self, execution: Execution) -> None:
-        """Raise ValueError for an option that this backend cannot honour."""
+    def check(self, execution: Execution, dtype: torch.dtype) -> None:
+        """Raise ValueError for an option that this backend cannot honour for tensors of this dtype."""
 
     def logits_statistics(
         self,
@@ -200,17 +266,27 @@ class Backend(Protocol):
         inputs: RowInputs,
         wanted: Wanted,
         execution: Execution,
+        keep: KeptLogits | None = None,
     ) -> PartialStatistics:
-        """Sums over the logits hidden [n, H] times weight [v, H] transposed, plus bias [v]; [n]."""
+        """Sums over the logits hidden [n, H] times weight [v, H] transposed, plus bias [v]; [n].
 
-    def linear_gradients(
+        `keep`: where to write the logits that its backward will find again.
+        """
+
+    def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> KeptLogits | None:
+        """Room for as many of the columns as ``execution.logits_budget_mib`` holds; None for none."""
+
+    def most_rows(self, like: Tensor, execution: Execution) -> int:
+        """How many rows one `linear_gradient_tiles` may have, so that tiles stay wide enough for speed."""
+
+    def linear_gradient_tiles(
         self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         inputs: RowInputs,
         gradients: RowGradients,
-        out: LinearGradients,
         execution: Execution,
-    ) -> None:
-        """Add the gradients of the same logits to the buffers in `out`."""
+        kept: KeptRows | None = None,
+    ) -> GradientTiles:
+        """The gradient for the same logits; at most `most_rows` rows."""

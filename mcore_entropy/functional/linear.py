@@ -6,14 +6,14 @@ they are computed in forward, and again in backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_entropy.backends.interface import RowGradients, RowInputs
+from mcore_entropy.backends.interface import KeptLogits
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import FLOATS, check_tensor
@@ -25,25 +25,35 @@ from mcore_entropy.functional.autograd import (
     save_for_backward,
     without_autocast,
 )
-from mcore_entropy.functional.chunked import Rows, backward_in_chunks, forward_in_chunks
-from mcore_entropy.functional.local_head import LocalHead
+from mcore_entropy.functional.chunked import TokenGradients, forward_in_chunks, rows_to_compute
+from mcore_entropy.functional.head_gradients import HeadGradients, by_columns_is_smaller
+from mcore_entropy.functional.local_head import LocalHead, StatisticsOfHead
 from mcore_entropy.functional.main_grad import WeightGradient
-from mcore_entropy.functional.problem import Keywords
+from mcore_entropy.functional.problem import Keywords, Problem
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted, statistics_dtype
 
-DEFAULT_CHUNK_SIZE = 2048
-"""Tokens of one reduction when chunk_size is None: enough rows for matrix products at full speed."""
+
+def default_chunk_size(device: torch.device) -> int:
+    """Tokens of one reduction when chunk_size is None: enough rows for matrix products at full speed."""
+    return 2048 if device.type == "cpu" else 8192
 
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """What the fused head takes beside the keywords that all functions share."""
+    """What the fused head takes beside the keywords that all functions share.
+
+    Attributes:
+        autocast_dtype: what both operands are cast to first, None for no cast.
+        trained: whether a backward can follow, for which logits may be kept.
+    """
 
     transform: LogitTransform | None = None
     sequence_parallel: bool = False
     tp_group: dist.ProcessGroup | None = None
     accumulate_into_main_grad: bool = False
+    autocast_dtype: torch.dtype | None = None
+    trained: bool = False
 
 
 class _LinearLogProbsAndEntropy(torch.autograd.Function):
@@ -63,8 +73,8 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         bias: Tensor | None,
         options: LinearOptions,
         keywords: Keywords,
-        autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, ...]:
+        autocast_dtype = options.autocast_dtype
         group = TensorParallelGroup.resolve(options.tp_group)
         with errors_on_every_rank(group):
             _check_operands(hidden, weight, bias, autocast_dtype)
@@ -83,8 +93,8 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
                     f"{group.size} rank(s)"
                 ),
                 device=hidden.device,
-                dtype=hidden.dtype,
-                default_chunk_size=DEFAULT_CHUNK_SIZE,
+                dtype=autocast_dtype or hidden.dtype,
+                default_chunk_size=default_chunk_size(hidden.device),
                 sections=sections,
                 transform=options.transform,
             )
@@ -102,8 +112,14 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
             hidden, weight = hidden.to(autocast_dtype), weight.to(autocast_dtype)
         head = LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         like = hidden.new_empty(0, dtype=statistics_dtype(hidden.dtype))
-        results = forward_in_chunks(problem, tokens, like, head.statistics)
-        save_for_backward(ctx, (hidden, weight, bias), problem, tokens, results)
+        chunks = rows_to_compute(problem, tokens.mask)
+        kept = None
+        if options.trained and problem.execution.logits_budget_mib:
+            count = sum(rows.count for rows in chunks)
+            kept = problem.backend.kept_logits(count, problem.shard.counted, hidden, problem.execution)
+        results = forward_in_chunks(problem, tokens, chunks, like, StatisticsOfHead(head, kept))
+        logits_kept = (None, None) if kept is None else (kept.exponents, kept.maxima)
+        save_for_backward(ctx, (hidden, weight, bias, *logits_kept), problem, tokens, results)
         return outputs_of(ctx, problem, results)
 
     @staticmethod
@@ -117,24 +133,35 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         *_: Tensor | None,
     ) -> tuple[Any, ...]:
         if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None, None, None
-        (hidden, weight, bias), tokens, results = restore_for_backward(ctx, saved)
+            return None, None, None, None, None
+        (hidden, weight, bias, exponents, maxima), tokens, results = restore_for_backward(ctx, saved)
         needs_hidden, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
+        problem: Problem = ctx.problem
+        head = LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         dtype = statistics_dtype(hidden.dtype)
-        head = LocalHead(ctx.problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-        hidden_gradient = torch.empty_like(head.hidden, dtype=ctx.hidden_dtype) if needs_hidden else None
-        weight_sum = ctx.weight_gradient.buffer(dtype) if needs_weight else None
-        bias_sum = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
 
-        def local_gradients(rows: Rows, inputs: RowInputs, gradients: RowGradients) -> None:
-            head.add_gradients(rows, inputs, gradients, weight_sum, bias_sum, hidden_gradient)
-
-        backward_in_chunks(ctx.problem, tokens, results, grad_log_probs, grad_entropy, local_gradients)
+        per_token = TokenGradients.of(problem, tokens, results, grad_log_probs, grad_entropy)
+        to_weight: WeightGradient = ctx.weight_gradient
+        by_columns = (
+            needs_weight and to_weight.sum_costs_memory(dtype) and by_columns_is_smaller(head, needs_hidden)
+        )
+        weight_sum = None
+        if needs_weight:
+            weight_sum = to_weight.stored(problem.shard.counted) if by_columns else to_weight.summed(dtype)
+        gradients = HeadGradients(
+            head,
+            hidden=torch.empty_like(head.hidden, dtype=ctx.hidden_dtype) if needs_hidden else None,
+            weight=weight_sum,
+            bias=torch.zeros_like(bias, dtype=dtype) if needs_bias else None,
+            kept=None if exponents is None else KeptLogits(exponents, maxima),
+            mask=tokens.mask,
+        )
+        chunks = rows_to_compute(problem, per_token.live)  # last: a host sync
+        gradients.add([chunks] if by_columns and chunks else [[rows] for rows in chunks], per_token)
         return (
-            None if hidden_gradient is None else hidden_gradient.view(hidden.shape),
-            None if weight_sum is None else ctx.weight_gradient.result(weight_sum),
-            None if bias_sum is None else bias_sum.to(bias.dtype),
-            None,
+            None if gradients.hidden is None else gradients.hidden.view(hidden.shape),
+            None if weight_sum is None else to_weight.result(weight_sum.gradient),
+            None if gradients.bias is None else gradients.bias.to(bias.dtype),
             None,
             None,
         )
@@ -176,7 +203,7 @@ def linear_log_probs_and_entropy(
         sequence_parallel: hidden is sharded along dimension 0 over the group, as Megatron's is.
         mask, temperature, ignore_index, vocab_size, vocab_start_index, tp_group, entropy, metrics,
             execution: as in `vocab_parallel_log_probs_and_entropy`.
-        chunk_size: tokens of one reduction over the group; None means 2048.
+        chunk_size: tokens of one reduction over the group; None means 2048 on the CPU and 8192 elsewhere.
 
     Returns:
         TokenStatistics of shape [*] ([s, ...] with sequence_parallel), fp32 (fp64 for fp64 input), the same
@@ -215,8 +242,13 @@ def fused_head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LinearOptions, keywords: Keywords
 ) -> TokenStatistics:
     """`linear_log_probs_and_entropy` for callers inside the package, which may ask for main_grad as well."""
-    autocast_dtype = _autocast_dtype(hidden)
-    outputs = _LinearLogProbsAndEntropy.apply(hidden, weight, bias, options, keywords, autocast_dtype)
+    operands = (hidden, weight, bias)
+    options = replace(
+        options,
+        autocast_dtype=_autocast_dtype(hidden),
+        trained=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in operands),
+    )
+    outputs = _LinearLogProbsAndEntropy.apply(*operands, options, keywords)
     return named_outputs(keywords.wanted.metrics, outputs)
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of the fused head: its products, and the collectives around them.
+"""One rank's part of the fused head: its operands chunk by chunk, its statistics, and what it keeps of them.
 
 N tokens, n of one chunk, k of those computed, H hidden size, V/tp columns of this rank, R ranks.
 """
@@ -8,23 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_entropy.backends.interface import LinearGradients, RowGradients, RowInputs
+from mcore_entropy.backends.interface import KeptLogits, RowInputs
 from mcore_entropy.functional.chunked import Rows
 from mcore_entropy.functional.problem import Problem
-from mcore_entropy.parallel import (
-    TokenChunk,
-    all_reduce_hidden_gradient,
-    gather_sequence,
-    reduce_scatter_sequence,
-)
-from mcore_entropy.statistics import PartialStatistics, statistics_dtype
+from mcore_entropy.parallel import Pending, TokenChunk, start_gather
+from mcore_entropy.statistics import PartialStatistics
 
 
 class LocalHead:
-    """This rank's part of the head: the products of a chunk's rows with its columns, and their collectives.
-
-    hidden [N, H], or [N / R, H] under sequence parallelism over R ranks; weight [V/tp, H].
-    """
+    """hidden [N, H], or [N / R, H] under sequence parallelism over R ranks; weight [V/tp, H], bias [V/tp]."""
 
     def __init__(self, problem: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         counted = problem.shard.counted
@@ -32,54 +24,65 @@ class LocalHead:
         self.hidden = hidden
         self.weight = weight[:counted]
         self.bias = None if bias is None else bias[:counted]
+        self._gathered: dict[int, Pending] = {}
 
-    def statistics(self, rows: Rows, inputs: RowInputs) -> PartialStatistics:
-        problem = self.problem
-        return problem.backend.linear_statistics(
-            self._hidden_of(rows), self.weight, self.bias, inputs, problem.wanted, problem.execution
-        )
+    def hidden_of_all(self, chunks: list[Rows]) -> Tensor:
+        """Those of consecutive chunks together; a view of hidden where no row is left out or gathered."""
+        if len(chunks) > 1 and all(rows.kept is None and rows.chunk.sections == 1 for rows in chunks):
+            return self.hidden[chunks[0].chunk.start : chunks[-1].chunk.stop]
+        pieces = [self.hidden_of(rows) for rows in chunks]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def add_gradients(
-        self,
-        rows: Rows,
-        inputs: RowInputs,
-        gradients: RowGradients,
-        weight_sum: Tensor | None,
-        bias_sum: Tensor | None,
-        hidden_gradient: Tensor | None,
-    ) -> None:
-        """Add a chunk's gradients to the sums, and write the complete one of its own rows of hidden."""
-        problem = self.problem
-        hidden = self._hidden_of(rows)
-        if gradients.live is not None:
-            # A left-out row's gradient is 0, but 0 times a NaN in its hidden state would reach the weight.
-            hidden = torch.where(gradients.live.unsqueeze(1), hidden, 0.0)
-        partial = None
-        if hidden_gradient is not None:
-            partial = torch.zeros_like(hidden, dtype=statistics_dtype(hidden.dtype))
-        counted = problem.shard.counted
-        out = LinearGradients(
-            partial,
-            None if weight_sum is None else weight_sum[:counted],
-            None if bias_sum is None else bias_sum[:counted],
-        )
-        problem.backend.linear_gradients(
-            hidden, self.weight, self.bias, inputs, gradients, out, problem.execution
-        )
-        if hidden_gradient is not None and partial is not None:
-            if rows.kept is not None:
-                every_row = partial.new_zeros(rows.chunk.tokens, partial.shape[1])
-                partial = every_row.index_copy_(0, rows.kept, partial)
-            own_rows = hidden_gradient[rows.chunk.start : rows.chunk.stop]
-            own_rows.copy_(self._complete(partial, rows.chunk))
+    def hidden_of(self, rows: Rows) -> Tensor:
+        """The hidden states of a chunk's rows, [k, H]; chunks come in order.
 
-    def _hidden_of(self, rows: Rows) -> Tensor:
-        hidden = self.hidden[rows.chunk.start : rows.chunk.stop]
-        if rows.chunk.sections > 1:
-            hidden = gather_sequence(hidden, self.problem.group)
+        Under sequence parallelism the next chunk's are gathered while this one's are worked with.
+        """
+        chunk = rows.chunk
+        if chunk.sections == 1:
+            hidden = self.hidden[chunk.start : chunk.stop]
+        else:
+            hidden = self._gather(chunk).result()
+            del self._gathered[chunk.start]
+            following = chunk.following()
+            if following is not None:
+                self._gather(following)
         return hidden if rows.kept is None else hidden.index_select(0, rows.kept)
 
-    def _complete(self, partial: Tensor, chunk: TokenChunk) -> Tensor:
-        if chunk.sections > 1:
-            return reduce_scatter_sequence(partial, self.problem.group)
-        return all_reduce_hidden_gradient(partial, self.problem.group)
+    def _gather(self, chunk: TokenChunk) -> Pending:
+        if chunk.start not in self._gathered:
+            shard = self.hidden[chunk.start : chunk.stop]
+            self._gathered[chunk.start] = start_gather(shard, self.problem.group)
+        return self._gathered[chunk.start]
+
+
+class StatisticsOfHead:
+    """A chunk's statistics after the other; writes the logits of the chunks' rows to `kept` in that order."""
+
+    def __init__(self, head: LocalHead, kept: KeptLogits | None) -> None:
+        self._head = head
+        self._kept = kept
+        self._rows_done = 0
+
+    def __call__(self, rows: Rows, inputs: RowInputs) -> PartialStatistics:
+        head, problem = self._head, self._head.problem
+        first, self._rows_done = self._rows_done, self._rows_done + rows.count
+        return problem.backend.linear_statistics(
+            head.hidden_of(rows),
+            head.weight,
+            head.bias,
+            inputs,
+            problem.wanted,
+            problem.execution,
+            None if self._kept is None else self._kept.block(first, self._rows_done),
+        )
+
+
+def places_in_kept(problem: Problem, mask: Tensor | None, device: torch.device) -> list[Tensor]:
+    """Where the forward wrote each chunk's logits, [n] int64; rows that its mask left out have no place."""
+    chunks = problem.chunks()
+    if mask is None or not problem.execution.compact_rows:
+        place = torch.arange(problem.shape.numel(), device=device)
+    else:
+        place = torch.cat([chunk.take(mask) for chunk in chunks]).cumsum(0) - 1
+    return list(place.split([chunk.tokens for chunk in chunks]))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_entropy.backends.interface import LogitRows, RowGradients, RowInputs, TokenSelection
+from mcore_entropy.backends.interface import LogitRows, RowInputs, TokenSelection
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import FLOATS, check_tensor
@@ -25,7 +25,13 @@ from mcore_entropy.functional.autograd import (
     save_for_backward,
     without_autocast,
 )
-from mcore_entropy.functional.chunked import Rows, TokenResults, backward_in_chunks, forward_in_chunks
+from mcore_entropy.functional.chunked import (
+    Rows,
+    TokenGradients,
+    TokenResults,
+    forward_in_chunks,
+    rows_to_compute,
+)
 from mcore_entropy.functional.problem import Keywords, Problem
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import PartialStatistics, TokenStatistics, Wanted, statistics_dtype
@@ -261,7 +267,8 @@ def _forward(
         )
 
     like = logits.new_empty(0, dtype=statistics_dtype(logits.dtype))
-    results = forward_in_chunks(problem, tokens, like, local_statistics)
+    chunks = rows_to_compute(problem, tokens.mask)
+    results = forward_in_chunks(problem, tokens, chunks, like, local_statistics)
     save_for_backward(ctx, (logits,), problem, tokens, results)
     return results
 
@@ -278,9 +285,11 @@ def _backward(
     gradient = logits.new_empty(rows_of_logits.tokens, logits.shape[-1])
     gradient[:, counted:] = 0
 
-    def local_gradients(rows: Rows, inputs: RowInputs, gradients: RowGradients) -> None:
-        if rows.kept is not None:
-            gradient[rows.chunk.start : rows.chunk.stop, :counted] = 0
+    per_token = TokenGradients.of(problem, tokens, results, grad_log_probs, grad_entropy)
+    for rows in rows_to_compute(problem, per_token.live):
+        if rows.dropped is not None:
+            gradient.index_fill_(0, rows.dropped + rows.chunk.start, 0)
+        inputs, gradients = per_token.rows(rows.of)
         problem.backend.logits_gradient(
             rows_of_logits,
             TokenSelection(rows.chunk.start, rows.chunk.stop, rows.kept),
@@ -289,7 +298,5 @@ def _backward(
             gradient[:, :counted],
             problem.execution,
         )
-
-    backward_in_chunks(problem, tokens, results, grad_log_probs, grad_entropy, local_gradients)
     result: Tensor = gradient.view(logits.shape)
     return result

@@ -87,7 +87,7 @@ class Keywords:
             group=group,
             shard=VocabShard.resolve(columns, self.vocab_size, self.vocab_start_index, group),
             wanted=self.wanted,
-            backend=select(execution),
+            backend=select(execution, device, dtype),
             execution=execution,
             shape=shape,
             chunk_size=checked_chunk_size(self.chunk_size, default_chunk_size),

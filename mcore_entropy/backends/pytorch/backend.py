@@ -5,20 +5,22 @@ The default workspace is 12 MiB on the CPU, where tiles should stay in the cache
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mcore_entropy.backends.interface import (
-    LinearGradients,
+    GradientTiles,
+    KeptLogits,
+    KeptRows,
     LogitRows,
     RowGradients,
     RowInputs,
     TokenSelection,
 )
-from mcore_entropy.backends.pytorch.products import add_product_, gradient_operand, product
 from mcore_entropy.execution import Execution
+from mcore_entropy.products import HALF, multiplies_halves, product
 from mcore_entropy.statistics import (
     PartialStatistics,
     Wanted,
@@ -37,6 +39,7 @@ _TILES_ALIVE = 3
 # than this lose it. Tiles are a multiple of it wide: cuBLAS has no fast kernels for odd row strides.
 _MOST_ROWS = 2048
 _FEWEST_COLUMNS = 64
+_LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
 
 
 def _cells(device: torch.device, dtype: torch.dtype, execution: Execution) -> int:
@@ -53,12 +56,14 @@ def _ranges(length: int, at_most: int, multiple: int = 1) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def _tiles(tokens: int, columns: int, cells: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Row blocks, and the column blocks of each: tiles of a matrix product's [tokens, columns]."""
-    rows_at_most = max(min(_MOST_ROWS, cells // _FEWEST_COLUMNS), 1)
-    for rows in _ranges(tokens, rows_at_most):
-        columns_at_most = cells // (rows.stop - rows.start) // _FEWEST_COLUMNS * _FEWEST_COLUMNS
-        yield rows, list(_ranges(columns, max(columns_at_most, _FEWEST_COLUMNS), _FEWEST_COLUMNS))
+def _rows_at_most(cells: int) -> int:
+    return max(min(_MOST_ROWS, cells // _FEWEST_COLUMNS), 1)
+
+
+def _column_blocks(tokens: int, columns: int, cells: int) -> list[slice]:
+    """Columns of the tiles of [tokens, columns]."""
+    at_most = cells // max(tokens, 1) // _FEWEST_COLUMNS * _FEWEST_COLUMNS
+    return list(_ranges(columns, max(at_most, _FEWEST_COLUMNS), _FEWEST_COLUMNS))
 
 
 def _row_tiles(
@@ -76,7 +81,7 @@ class TorchBackend:
 
     name = "torch"
 
-    def check(self, execution: Execution) -> None:
+    def check(self, execution: Execution, dtype: torch.dtype) -> None:
         if execution.logits_budget_mib != 0:
             raise ValueError(
                 "execution.logits_budget_mib: expected 0 on the torch backend, which always computes "
@@ -120,14 +125,17 @@ class TorchBackend:
         inputs: RowInputs,
         wanted: Wanted,
         execution: Execution,
+        keep: KeptLogits | None = None,
     ) -> PartialStatistics:
+        assert keep is None  # kept_logits makes none
         like = torch.empty(0, dtype=statistics_dtype(hidden.dtype), device=hidden.device)
         parts = [PartialStatistics.empty(0, wanted, like)]
         cells = _cells(hidden.device, hidden.dtype, execution)
-        for rows, column_blocks in _tiles(hidden.shape[0], weight.shape[0], cells):
+        for rows in _ranges(hidden.shape[0], _rows_at_most(cells)):
             block = inputs.block(rows)
-            total = PartialStatistics.empty(rows.stop - rows.start, wanted, like)
-            for columns in column_blocks:
+            tokens = rows.stop - rows.start
+            total = PartialStatistics.empty(tokens, wanted, like)
+            for columns in _column_blocks(tokens, weight.shape[0], cells):
                 z = scale_logits_(
                     _logits(hidden[rows], weight, bias, columns), block.transform, block.temperature
                 )
@@ -135,28 +143,66 @@ class TorchBackend:
             parts.append(total)
         return PartialStatistics.concatenated(parts)
 
-    def linear_gradients(
+    def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> None:
+        """None: `check` allows no budget."""
+
+    def most_rows(self, like: Tensor, execution: Execution) -> int:
+        return _rows_at_most(_cells(like.device, like.dtype, execution))
+
+    def linear_gradient_tiles(
         self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         inputs: RowInputs,
         gradients: RowGradients,
-        out: LinearGradients,
+        execution: Execution,
+        kept: KeptRows | None = None,
+    ) -> GradientTiles:
+        assert kept is None
+        return _TorchGradientTiles(hidden, weight, bias, inputs, gradients, execution)
+
+
+class _TorchGradientTiles:
+    """See `mcore_entropy.backends.interface.GradientTiles`."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        gradients: RowGradients,
         execution: Execution,
     ) -> None:
+        self._operands = hidden, weight, bias
+        self._inputs, self._gradients = inputs, gradients
         cells = _cells(hidden.device, hidden.dtype, execution)
-        for rows, column_blocks in _tiles(hidden.shape[0], weight.shape[0], cells):
-            for columns in column_blocks:
-                tile = _logits(hidden[rows], weight, bias, columns)
-                gradient = _gradient_(tile, inputs.block(rows), gradients.block(rows), columns.start)
-                if out.bias is not None:
-                    out.bias[columns] += gradient.sum(0)
-                operand, factor = gradient_operand(gradient, hidden.dtype)
-                if out.hidden is not None:
-                    add_product_(out.hidden[rows], operand, weight[columns], factor)
-                if out.weight is not None:
-                    add_product_(out.weight[columns], operand.t(), hidden[rows], factor)
+        self.slices: Sequence[slice] = _column_blocks(hidden.shape[0], weight.shape[0], cells)
+        self.factor: Tensor | None = None
+
+    def tile(self, columns: slice) -> Tensor:
+        tile = _logits(*self._operands, columns)
+        gradient = _gradient_(tile, self._inputs, self._gradients, columns.start)
+        operand, self.factor = gradient_operand(gradient, self._operands[0].dtype)
+        return operand
+
+
+def gradient_operand(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """An fp32 gradient tile as it is multiplied with operands of `dtype`, and the factor to undo its scale.
+
+    Where the device multiplies halves, the tile is rounded to `dtype`. fp16 is scaled by a power of two
+    before, since most gradients are below its smallest normal number.
+    """
+    if dtype not in HALF or not multiplies_halves(gradient.device):
+        return gradient, None
+    if dtype == torch.bfloat16:
+        return gradient.to(dtype), None
+    # Of the finite entries: a row of NaN must not decide the scale, and overflow, of its neighbours.
+    largest = torch.where(gradient.isfinite(), gradient, 0.0).abs().amax()
+    exponent = _LARGEST_EXPONENT - torch.where(largest > 0, largest, 1.0).log2().floor()
+    scale = exponent.clamp(max=120.0).exp2()
+    return (gradient * scale).to(dtype), scale.reciprocal()
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""The torch backend on a CUDA device: the same comparisons as on the CPU, where its products differ.
+"""Both backends on a CUDA device: the same comparisons as on the CPU, where the products differ.
 
 Half-precision operands go through products with fp32 results there, and gradient tiles are rounded to
 the operands' dtype (fp16 ones after scaling). Legend: N tokens, V vocabulary, H hidden size.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import mcore_entropy as me
-from mcore_entropy.backends.pytorch.products import gradient_operand
+from mcore_entropy import backends
+from mcore_entropy.backends.pytorch.backend import gradient_operand
 from mcore_entropy.functional.linear import LinearOptions, fused_head
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import Wanted
@@ -23,6 +24,15 @@ from tests.comparison import assert_same_bits
 from tests.unit import cases
 
 every_dtype = pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.dtype_name)
+
+
+@pytest.fixture(params=["torch", "triton"], autouse=True)
+def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test twice; Triton's is what ``"auto"`` chooses on a GPU, for all but fp64."""
+    if request.param == "torch":
+        monkeypatch.setattr(backends, "why_not_triton", lambda *_: "the test switched it off")
+    chosen = backends.select(me.Execution(), torch.device("cuda"), torch.bfloat16).name
+    assert chosen == request.param
 
 
 def on_gpu(*tensors: Tensor) -> list[Tensor]:

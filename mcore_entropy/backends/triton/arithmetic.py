@@ -1,0 +1,153 @@
+"""What the kernels do to logits, once: transform, sums relative to a maximum, merging, and the gradient.
+
+The formulas are those of `mcore_entropy.statistics`, with exponentials to base 2, which is what the hardware
+has. x is a logit after the transform's softcap, or raw without one; z = x * factor, where the factor of a row
+is scale / temperature (1 / temperature under a softcap, which contains the scale). Then
+e^(z - max z) = 2^((x - max x) C) with C = factor * log2(e). T and Q are in units of base 2 in here.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+# Exponents are cut here from below: 2^x is exactly 0 in fp32 below -150, and 0 * (-inf) never comes up. fp16
+# holds it. A NaN passes through the cut.
+LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-1.5e4)
+_MINUS_INFINITY: tl.constexpr = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _cut(exponent):
+    return tl.maximum(exponent, LOWEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to fp32 accuracy near 0 too, where the exponential form loses its digits."""
+    square = x * x
+    series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    positive = tl.abs(x)
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(positive * (2.0 * LOG2_E)))
+    return tl.where(positive < 0.25, x * series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def transformed(logits, scale, softcap, SOFTCAP: tl.constexpr):
+    """x of raw logits: softcap * tanh(scale * l / softcap), infinities staying infinite, or l."""
+    if SOFTCAP:
+        capped = softcap * _tanh(logits * (scale / softcap))
+        logits = tl.where(tl.abs(logits) == float("inf"), logits, capped)
+    return logits
+
+
+@triton.jit
+def slope(x, softcap):
+    """The softcap's derivative, without the scale, at the transformed logit: 1 - tanh^2."""
+    tanh_of_logit = x / softcap
+    return (1.0 - tanh_of_logit) * (1.0 + tanh_of_logit)
+
+
+@triton.jit
+def sums(x, C, CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr):
+    """Row maximum of x [R, columns], and S, T, Q, R relative to it, [R] each, and the exponents. C: [R].
+
+    x C - max C is one fused operation. That rounds max C: what was cut off is put back into the sums, where
+    it would be an error of half a unit in the last place of the maximum.
+    """
+    maximum = tl.max(x, 1)
+    finite = tl.where(maximum == _MINUS_INFINITY, 0.0, maximum)
+    reference = finite * C
+    cut_off = tl.fma(finite, C, -reference)
+    exponent = _cut(x * C[:, None] - reference[:, None])
+    exp = tl.exp2(exponent)
+    put_back = tl.exp2(-cut_off)
+    total = tl.sum(exp, 1)
+    centred = total
+    squared = total
+    exp_squared = total
+    if CENTRED:
+        centred = tl.sum(exp * exponent, 1)
+        if SQUARED:
+            squared = tl.sum(exp * exponent * exponent, 1)
+            squared = put_back * (squared - cut_off * (2.0 * centred - cut_off * total))
+        centred = put_back * (centred - cut_off * total)
+    if EXP_SQUARED:
+        exp_squared = put_back * put_back * tl.sum(exp * exp, 1)
+    return maximum, put_back * total, centred, squared, exp_squared, exponent
+
+
+@triton.jit
+def _at_another_maximum(
+    difference, total, centred, squared, exp_squared,
+    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
+):  # fmt: skip
+    """S, T, Q, R relative to another maximum; `difference`: the old one less the new one, as exponent."""
+    factor = tl.exp2(difference)
+    if SQUARED:
+        squared = factor * (squared + difference * (2.0 * centred + difference * total))
+    if CENTRED:
+        centred = factor * (centred + difference * total)
+    if EXP_SQUARED:
+        exp_squared = factor * factor * exp_squared
+    return factor * total, centred, squared, exp_squared
+
+
+@triton.jit
+def rescaled(
+    maximum, larger, C, total, centred, squared, exp_squared,
+    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
+):  # fmt: skip
+    """S, T, Q, R relative to a larger maximum than the one they came with."""
+    difference = _cut(tl.where(maximum == larger, 0.0, (maximum - larger) * C))
+    return _at_another_maximum(
+        difference, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+    )
+
+
+@triton.jit
+def natural(
+    maximum, factor, total, centred, squared, exp_squared,
+    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
+):  # fmt: skip
+    """Maximum of z, and S, T, Q, R relative to it in natural units, from those of x.
+
+    The maximum of z is a rounded product: the sums are taken relative to the number as it was rounded.
+    """
+    of_z = maximum * factor
+    cut_off = tl.where(tl.abs(maximum) == float("inf"), 0.0, tl.fma(maximum, factor, -of_z))
+    total, centred, squared, exp_squared = _at_another_maximum(
+        cut_off * LOG2_E, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+    )
+    return of_z, total, centred * LN_2, squared * (LN_2 * LN_2), exp_squared
+
+
+@triton.jit
+def store_sums(
+    out, step, inside, maximum, total, centred, squared, exp_squared,
+    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
+):  # fmt: skip
+    """Write maximum, S, then T, Q, R as wanted, each `step` elements behind the one before."""
+    tl.store(out, maximum, mask=inside)
+    out += step
+    tl.store(out, total, mask=inside)
+    if CENTRED:
+        out += step
+        tl.store(out, centred, mask=inside)
+    if SQUARED:
+        out += step
+        tl.store(out, squared, mask=inside)
+    if EXP_SQUARED:
+        out += step
+        tl.store(out, exp_squared, mask=inside)
+
+
+@triton.jit
+def gradient(x, C, normalizer, a, b, softcap, SOFTCAP: tl.constexpr):
+    """p (a + b log2 p) times the softcap's slope, for p = 2^(x C - normalizer); all but x broadcast to it."""
+    log2_p = _cut(x * C - normalizer)
+    result = tl.exp2(log2_p) * (a + b * log2_p)
+    if SOFTCAP:
+        result *= slope(x, softcap)
+    return result

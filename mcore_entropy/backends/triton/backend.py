@@ -1,0 +1,100 @@
+"""The Triton backend: NVIDIA GPUs from compute capability 8.0 on, and Triton's interpreter on the CPU.
+
+The default workspace, 256 MiB, is 4096 columns of 32768 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_entropy.backends.interface import (
+    GradientTiles,
+    KeptLogits,
+    KeptRows,
+    LogitRows,
+    RowGradients,
+    RowInputs,
+    TokenSelection,
+)
+from mcore_entropy.backends.triton import head, rows, wide
+from mcore_entropy.execution import Execution
+from mcore_entropy.products import HALF
+from mcore_entropy.statistics import PartialStatistics, Wanted
+
+_WORKSPACE_MIB = 256
+# A tile at least so wide: with fewer columns the passes over the sums cost more than they are worth.
+_FEWEST_COLUMNS = 1024
+
+
+class TritonBackend:
+    """See `mcore_entropy.backends.interface.Backend`."""
+
+    name = "triton"
+
+    def check(self, execution: Execution, dtype: torch.dtype) -> None:
+        if execution.logits_budget_mib != 0 and dtype not in HALF:
+            raise ValueError(
+                "execution.logits_budget_mib: expected 0 for fp32 tensors, whose logits in fp16 would cost "
+                f"the gradient its accuracy, got {execution.logits_budget_mib}"
+            )
+
+    def logits_statistics(
+        self,
+        logits: LogitRows,
+        tokens: TokenSelection,
+        inputs: RowInputs,
+        wanted: Wanted,
+        execution: Execution,
+    ) -> PartialStatistics:
+        return rows.logits_statistics(logits, tokens, inputs, wanted)
+
+    def logits_gradient(
+        self,
+        logits: LogitRows,
+        tokens: TokenSelection,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        out: Tensor,
+        execution: Execution,
+    ) -> None:
+        rows.logits_gradient(logits, tokens, inputs, gradients, out)
+
+    def linear_statistics(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        wanted: Wanted,
+        execution: Execution,
+        keep: KeptLogits | None = None,
+    ) -> PartialStatistics:
+        if not weight.shape[0]:  # a shard that is all padding
+            like = torch.empty(0, dtype=torch.float32, device=hidden.device)
+            return PartialStatistics.empty(hidden.shape[0], wanted, like)
+        if hidden.dtype in HALF:
+            return head.linear_statistics(hidden, weight, bias, inputs, wanted, keep)
+        workspace = execution.workspace_bytes(_WORKSPACE_MIB)
+        return wide.linear_statistics(hidden, weight, bias, inputs, wanted, workspace)
+
+    def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> KeptLogits | None:
+        return head.kept_logits(tokens, columns, like, execution.logits_budget_mib * 2**20)
+
+    def most_rows(self, like: Tensor, execution: Execution) -> int:
+        return max(execution.workspace_bytes(_WORKSPACE_MIB) // (like.element_size() * _FEWEST_COLUMNS), 1)
+
+    def linear_gradient_tiles(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        execution: Execution,
+        kept: KeptRows | None = None,
+    ) -> GradientTiles:
+        workspace = execution.workspace_bytes(_WORKSPACE_MIB)
+        if hidden.dtype in HALF:
+            return head.HeadGradientTiles(hidden, weight, bias, inputs, gradients, kept, workspace)
+        return wide.WideGradientTiles(hidden, weight, bias, inputs, gradients, workspace)

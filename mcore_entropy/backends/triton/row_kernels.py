@@ -1,0 +1,195 @@
+"""Kernels that take one row after the other: statistics and gradient of given logits, merging, coefficients.
+
+n rows, v columns. Rows of logits are evenly spaced, or LISTED: then row r starts at element starts[r], and
+its gradient goes to row out_rows[r], so that rows may lie anywhere, in any order.
+"""
+
+import triton
+import triton.language as tl
+
+from mcore_entropy.backends.triton.arithmetic import (
+    LN_2,
+    LOG2_E,
+    gradient,
+    natural,
+    rescaled,
+    slope,
+    store_sums,
+    sums,
+    transformed,
+)
+
+
+@triton.jit
+def logits_statistics_kernel(
+    logits, starts, target, factor, out, target_logit, scale, softcap, n, v, row_stride, column_stride,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr, TARGET: tl.constexpr,
+    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
+):  # fmt: skip
+    """One read of a row: out [sums, n] in natural units, and z of the target, 0 where that is not here."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    if LISTED:
+        values = logits + tl.load(starts + row)
+    else:
+        values = logits + row.to(tl.int64) * row_stride
+    row_factor = tl.load(factor + row)
+    C = row_factor * LOG2_E
+    maximum = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    centred = tl.zeros((1,), tl.float32)
+    squared = tl.zeros((1,), tl.float32)
+    exp_squared = tl.zeros((1,), tl.float32)
+    for first in range(0, v, BLOCK):
+        column = first + tl.arange(0, BLOCK)[None, :]
+        raw = tl.load(
+            values[:, None] + column.to(tl.int64) * column_stride, mask=column < v, other=float("-inf")
+        )
+        x = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP)
+        block_maximum, total1, centred1, squared1, exp_squared1, _ = sums(x, C, CENTRED, SQUARED, EXP_SQUARED)
+        larger = tl.maximum(maximum, block_maximum)
+        total, centred, squared, exp_squared = rescaled(
+            maximum, larger, C, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+        )
+        total1, centred1, squared1, exp_squared1 = rescaled(
+            block_maximum, larger, C, total1, centred1, squared1, exp_squared1, CENTRED, SQUARED, EXP_SQUARED
+        )
+        total += total1
+        centred += centred1
+        squared += squared1
+        exp_squared += exp_squared1
+        maximum = larger
+    of_z, total, centred, squared, exp_squared = natural(
+        maximum, row_factor, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+    )
+    store_sums(
+        out + row, n, row < n, of_z, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+    )
+    if TARGET:
+        column = tl.load(target + row)
+        here = (column >= 0) & (column < v)
+        raw = tl.load(values + column * column_stride, mask=here, other=0.0).to(tl.float32)
+        x = transformed(raw, scale, softcap, SOFTCAP)
+        tl.store(target_logit + row, tl.where(here, x * row_factor, 0.0))
+
+
+@triton.jit
+def logits_gradient_kernel(
+    logits, starts, target, factor, normalizer, a, b, c, out, out_rows, scale, softcap,
+    v, row_stride, column_stride, out_stride,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """One read of a row's block and one write, of the gradient for the raw logits. out may be the logits."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if LISTED:
+        values = logits + tl.load(starts + row)
+        result_row = out + tl.load(out_rows + row) * out_stride
+    else:
+        values = logits + row.to(tl.int64) * row_stride
+        result_row = out + row.to(tl.int64) * out_stride
+    raw = tl.load(values + column.to(tl.int64) * column_stride, mask=column < v, other=0.0)
+    x = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP)
+    C = tl.load(factor + row) * LOG2_E
+    shift = tl.load(normalizer + row)
+    result = gradient(x, C, shift, tl.load(a + row), tl.load(b + row), softcap, SOFTCAP)
+    if TARGET:
+        of_target = tl.load(c + row)
+        if SOFTCAP:
+            of_target *= slope(x, softcap)
+        result += tl.where(column == tl.load(target + row), of_target, 0.0)
+    result = tl.where(shift == float("inf"), 0.0, result)  # a dead row, whose logits may be NaN
+    tl.store(result_row + column, result.to(out.dtype.element_ty), mask=column < v)
+
+
+@triton.jit
+def gradient_rows_kernel(
+    factor, maximum, log_sum, a, b, live, normalizer, a_out, b_out, n,
+    ENTROPY: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The rows' numbers for `gradient`: log2 of the sum of 2^(x C), and a, b for log2 p instead of ln p.
+
+    That logarithm does not fit into fp32: at an offset of 500 its last digit is 3e-5. The rest r of it goes
+    into a and b: p (a + b ln p) = 2^l (a' + b' l) with l = log2 p + r.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    row_factor = tl.load(factor + row, mask=inside, other=1.0)
+    C = row_factor * LOG2_E
+    # x C of the maximum z = x * factor, with C as it was rounded.
+    ratio = C.to(tl.float64) / row_factor.to(tl.float64)
+    exact = tl.load(maximum + row, mask=inside, other=0.0).to(tl.float64) * ratio
+    exact += tl.load(log_sum + row, mask=inside, other=0.0).to(tl.float64) * 1.4426950408889634
+    rounded = exact.to(tl.float32)
+    rest = (exact - rounded.to(tl.float64)).to(tl.float32)
+    constant = tl.load(a + row, mask=inside, other=0.0)
+    linear = tl.zeros((BLOCK,), tl.float32)
+    if ENTROPY:
+        linear = tl.load(b + row, mask=inside, other=0.0) * LN_2
+    put_back = tl.exp2(-rest)
+    constant = put_back * (constant - linear * rest)
+    linear = put_back * linear
+    if LIVE:  # a dead row's p is 0, whatever its statistics are
+        alive = tl.load(live + row, mask=inside, other=0) != 0
+        rounded = tl.where(alive, rounded, float("inf"))
+        constant = tl.where(alive, constant, 0.0)
+        linear = tl.where(alive, linear, 0.0)
+    tl.store(normalizer + row, rounded, mask=inside)
+    tl.store(a_out + row, constant, mask=inside)
+    tl.store(b_out + row, linear, mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    partials, factor, out, n, tiles,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
+    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
+):  # fmt: skip
+    """partials [sums, tiles, n] of the head's tiles to out [sums, n] in natural units, in a fixed order."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < n
+    row_factor = tl.load(factor + row, mask=inside, other=1.0)
+    C = row_factor * LOG2_E
+    step = tl.cast(tiles, tl.int64) * n
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    centred = tl.zeros((ROWS,), tl.float32)
+    squared = tl.zeros((ROWS,), tl.float32)
+    exp_squared = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        mask = (tile < tiles)[:, None] & inside[None, :]
+        at = partials + tile[:, None].to(tl.int64) * n + row[None, :]
+        tile_maximum = tl.load(at, mask=mask, other=float("-inf"))
+        at += step
+        total1 = tl.load(at, mask=mask, other=0.0)
+        centred1 = total1
+        squared1 = total1
+        exp_squared1 = total1
+        if CENTRED:
+            at += step
+            centred1 = tl.load(at, mask=mask, other=0.0)
+        if SQUARED:
+            at += step
+            squared1 = tl.load(at, mask=mask, other=0.0)
+        if EXP_SQUARED:
+            at += step
+            exp_squared1 = tl.load(at, mask=mask, other=0.0)
+        larger = tl.maximum(maximum, tl.max(tile_maximum, 0))
+        total, centred, squared, exp_squared = rescaled(
+            maximum, larger, C, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+        )
+        total1, centred1, squared1, exp_squared1 = rescaled(
+            tile_maximum, larger[None, :], C[None, :], total1, centred1, squared1, exp_squared1,
+            CENTRED, SQUARED, EXP_SQUARED,
+        )  # fmt: skip
+        total += tl.sum(total1, 0)
+        centred += tl.sum(centred1, 0)
+        squared += tl.sum(squared1, 0)
+        exp_squared += tl.sum(exp_squared1, 0)
+        maximum = larger
+    of_z, total, centred, squared, exp_squared = natural(
+        maximum, row_factor, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+    )
+    store_sums(
+        out + row, n, inside, of_z, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+    )

@@ -1,0 +1,176 @@
+"""Launches the row kernels: statistics and gradient of logits that exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_entropy.backends.interface import LogitRows, RowGradients, RowInputs, TokenSelection
+from mcore_entropy.backends.triton import row_kernels
+from mcore_entropy.statistics import PartialStatistics, Wanted
+
+_STATISTICS_BLOCK, _STATISTICS_WARPS = 4096, 4
+_GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 8
+_COEFFICIENT_ROWS = 128
+
+
+def sum_flags(wanted: Wanted) -> dict[str, bool]:
+    """Which sums the kernels compute. T comes before Q in memory, so Q brings T with it."""
+    return dict(CENTRED=wanted.centred, SQUARED=wanted.centred_squared, EXP_SQUARED=wanted.exp_squared)
+
+
+def named_sums(sums: Tensor, wanted: Wanted, target_logit: Tensor | None) -> PartialStatistics:
+    """What a kernel stored, [sums, n], under its names."""
+    maximum, sum_exp, *rest = sums.unbind(0)
+    others = iter(rest)
+    return PartialStatistics(
+        maximum,
+        sum_exp,
+        target_logit,
+        centred=next(others) if wanted.centred else None,
+        centred_squared=next(others) if wanted.centred_squared else None,
+        exp_squared=next(others) if wanted.exp_squared else None,
+    )
+
+
+def sum_count(wanted: Wanted) -> int:
+    return 2 + sum(sum_flags(wanted).values())
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Transform and temperature as the kernels take them: z = x * factor, x softcapped or raw."""
+
+    factor: Tensor
+    scale: float
+    softcap: float | None
+
+    @staticmethod
+    def of(inputs: RowInputs, rows: int, device: torch.device) -> Scaling:
+        transform, temperature = inputs.transform, inputs.temperature
+        scale = 1.0 if transform is None else transform.scale
+        softcap = None if transform is None else transform.softcap
+        numerator = 1.0 if softcap is not None else scale  # the softcap contains the scale
+        if isinstance(temperature, Tensor):
+            factor = numerator / temperature
+        else:
+            factor = torch.full((rows,), numerator / temperature, dtype=torch.float32, device=device)
+        return Scaling(factor, scale, softcap)
+
+    def numbers(self) -> tuple[float, float]:
+        return self.scale, 1.0 if self.softcap is None else self.softcap
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The rows' numbers of the gradient, [n] fp32 each, as `gradient_rows_kernel` makes them; c as given."""
+
+    normalizer: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor | None
+
+    @staticmethod
+    def of(gradients: RowGradients, scaling: Scaling, multiplier: Tensor | None = None) -> Coefficients:
+        """`multiplier`: one number on the device that the whole gradient is multiplied with."""
+        given = gradients.coefficients
+        a, b, c = (
+            x if x is None or multiplier is None else x * multiplier for x in (given.a, given.b, given.c)
+        )
+        assert a is not None
+        rows = a.shape[0]
+        normalizer, a_out, b_out = a.new_empty(3, rows).unbind(0)
+        if rows:
+            row_kernels.gradient_rows_kernel[(-(-rows // _COEFFICIENT_ROWS),)](
+                scaling.factor,
+                gradients.normalizer.maximum,
+                gradients.normalizer.log_sum,
+                a,
+                b,
+                gradients.live,
+                normalizer,
+                a_out,
+                b_out,
+                rows,
+                ENTROPY=b is not None,
+                LIVE=gradients.live is not None,
+                BLOCK=_COEFFICIENT_ROWS,
+            )
+        if c is not None and gradients.live is not None:
+            c = torch.where(gradients.live, c, 0.0)
+        return Coefficients(normalizer, a_out, b_out, c)
+
+
+def logits_statistics(
+    logits: LogitRows, tokens: TokenSelection, inputs: RowInputs, wanted: Wanted
+) -> PartialStatistics:
+    rows = tokens.count
+    scaling = Scaling.of(inputs, rows, logits.device)
+    sums = scaling.factor.new_empty(sum_count(wanted), rows)
+    target_logit = scaling.factor.new_empty(rows) if wanted.target else None
+    first, starts, _ = _places(logits, tokens)
+    if rows:
+        row_kernels.logits_statistics_kernel[(rows,)](
+            first,
+            starts,
+            inputs.target,
+            scaling.factor,
+            sums,
+            target_logit,
+            *scaling.numbers(),
+            rows,
+            logits.columns,
+            logits.row_stride,
+            logits.column_stride,
+            BLOCK=_STATISTICS_BLOCK,
+            LISTED=starts is not None,
+            SOFTCAP=scaling.softcap is not None,
+            TARGET=wanted.target,
+            **sum_flags(wanted),
+            num_warps=_STATISTICS_WARPS,
+        )
+    return named_sums(sums, wanted, target_logit)
+
+
+def logits_gradient(
+    logits: LogitRows, tokens: TokenSelection, inputs: RowInputs, gradients: RowGradients, out: Tensor
+) -> None:
+    """Write the gradient into the rows of `out` [N, v] that have the tokens' numbers."""
+    rows, columns = tokens.count, logits.columns
+    if not rows or not columns:
+        return
+    scaling = Scaling.of(inputs, rows, logits.device)
+    coefficients = Coefficients.of(gradients, scaling)
+    first, starts, numbers = _places(logits, tokens)
+    row_kernels.logits_gradient_kernel[(rows, -(-columns // _GRADIENT_BLOCK))](
+        first,
+        starts,
+        inputs.target,
+        scaling.factor,
+        coefficients.normalizer,
+        coefficients.a,
+        coefficients.b,
+        coefficients.c,
+        out if numbers is not None else out[tokens.start :],
+        numbers,
+        *scaling.numbers(),
+        columns,
+        logits.row_stride,
+        logits.column_stride,
+        out.stride(0),
+        BLOCK=_GRADIENT_BLOCK,
+        LISTED=starts is not None,
+        SOFTCAP=scaling.softcap is not None,
+        TARGET=coefficients.c is not None,
+        num_warps=_GRADIENT_WARPS,
+    )
+
+
+def _places(logits: LogitRows, tokens: TokenSelection) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Where the rows are: the first one and nothing else for a range of evenly spaced rows, else a list."""
+    if tokens.rows is None and logits.evenly_spaced:
+        return logits.from_token(tokens.start), None, None
+    numbers = tokens.numbers(logits.device)
+    return logits.whole, logits.starts(numbers), numbers
