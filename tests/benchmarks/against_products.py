@@ -2,9 +2,8 @@
 
     python -m tests.benchmarks.against_products [--shapes 8192,4096,131072 ...] [--peers] [--json FILE]
 
-Every operation of one shape is timed in turn, round after round in alternating order, since what runs just
-before changes the clock of a power-limited GPU; ratios are of medians. Errors are those of the first 256 rows
-against fp64. Memory is what is allocated at the peak beyond inputs, outputs and gradients.
+Times are taken in turn (tests/benchmarks/timing.py), ratios are of medians. Errors are those of the first 256
+rows against fp64. Memory is what is allocated at the peak beyond inputs, outputs and gradients.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import mcore_entropy as me
 from mcore_entropy.functional.linear import LinearOptions, fused_head
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import Wanted
+from tests.benchmarks.timing import interleaved
 
 SHAPES = (
     (4096, 4096, 131072),
@@ -145,33 +145,6 @@ def products(case: Case) -> dict[str, Callable[[], Any]]:
     }
 
 
-def timed(run: Callable[[], Any]) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop))
-
-
-def interleaved(operations: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds; every operation runs once untimed before its timed run of a round."""
-    times: dict[str, list[float]] = {name: [] for name in operations}
-    for name, run in list(operations.items()):
-        try:
-            run()
-            torch.cuda.synchronize()
-        except Exception as error:  # a peer that does not run here must not end the others' measurement
-            print(f"{name} does not run: {error!r:.200}")
-            del operations[name]
-    for number in range(rounds):
-        names = list(operations)
-        for name in names if number % 2 else reversed(names):
-            operations[name]()
-            times[name].append(timed(operations[name]))
-    return {name: statistics.median(times[name]) for name in operations}
-
-
 def workspace_mib(run: Callable[[], Any], case: Case, gradients: bool) -> int:
     """Peak beyond the inputs, the results, and the gradients of hidden and weight."""
     case.free()
@@ -228,6 +201,7 @@ def measure(shape: tuple[int, int, int], peers: bool, rounds: int) -> dict[str, 
         "log-prob only": whole_step(lambda c: ours(c, Wanted(entropy=False)), case),
         "half masked": whole_step(lambda c: ours(c, mask=half), case),
         "half without gradient": whole_step(ours, case, half_gradients),  # type: ignore[arg-type]
+        "ours forward again": forward_only(ours, case),
         "log-prob only forward": forward_only(lambda c: ours(c, Wanted(entropy=False)), case),
     }
     of = products(case)
@@ -253,14 +227,21 @@ def line(report: dict[str, Any]) -> str:
     def ratio(name: str, product: str) -> str:
         return f"{ms[name] / ms[product]:.3f}" if name in ms else "-"
 
-    heads = [name.removesuffix(" forward") for name in ms if name.endswith(" forward") and "only" not in name]
+    heads = [
+        name.removesuffix(" forward")
+        for name in ms
+        if name.endswith(" forward") and "only" not in name and "again" not in name
+    ]
     parts = [f"{report['shape']} product {ms['one product']:.2f} ms"]
     parts.append("forward/1: " + " ".join(f"{h} {ratio(f'{h} forward', 'one product')}" for h in heads))
     parts.append("step/4: " + " ".join(f"{h} {ratio(f'{h} step', 'four products')}" for h in heads))
     parts.append(f"main_grad/4 {ratio('main_grad step', 'four products')}")
     parts.append(f"kept/3 {ratio('kept', 'three products')}")
-    for name in ("log-prob only", "half masked", "half without gradient"):
+    for name in ("log-prob only", "half masked"):
         parts.append(f"{name}/all {ratio(name, 'ours again')}")
+    backward = ms["ours again"] - ms["ours forward again"]
+    half = ms["half without gradient"] - ms["ours forward again"]
+    parts.append(f"backward, half without gradient/all {half / backward:.3f}")
     parts.append(f"MiB {report['workspace MiB']}")
     for name, value in report["errors"].items():
         numbers = value if isinstance(value, str) else " ".join(f"{x:.1e}" for x in value.values())
