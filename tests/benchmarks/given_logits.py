@@ -51,8 +51,9 @@ def measure(tokens: int, vocab: int, rounds: int) -> str:
     )
     return (
         f"{tokens} x {vocab}: read {ms['read']:.3f} ms, copy {ms['copy']:.3f} ms; "
-        f"forward / read {ms['forward'] / ms['read']:.3f}, backward / copy {ms['backward'] / ms['copy']:.3f}, "
-        f"public function forward and backward / (read + copy) "
+        f"forward / read {ms['forward'] / ms['read']:.3f}, "
+        f"backward / copy {ms['backward'] / ms['copy']:.3f}, "
+        f"the public function's whole step / (read + copy) "
         f"{ms['whole step'] / (ms['read'] + ms['copy']):.3f}"
     )
 

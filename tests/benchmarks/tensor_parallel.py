@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist

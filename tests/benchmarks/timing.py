@@ -1,7 +1,8 @@
 """How the GPU benchmarks measure: every operation in turn, round after round, in alternating order.
 
 A GPU under a power limit runs faster or slower by several per cent with what ran just before: only times
-taken in turn in one process can be divided by each other.
+taken in turn in one process can be divided by each other, and a single run after a pause flatters what draws
+much power. So each operation runs for a while before and while it is timed.
 """
 
 from __future__ import annotations
@@ -15,18 +16,26 @@ import torch
 Operations = dict[str, Callable[[], Any]]
 
 
-def timed(run: Callable[[], Any]) -> float:
-    """Milliseconds between two events on the current stream."""
+def sustained(run: Callable[[], Any], at_least_ms: float) -> float:
+    """Milliseconds of one run, of as many back to back as take the given time; as many run before, untimed."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     stop.record()
     stop.synchronize()
-    return float(start.elapsed_time(stop))
+    repeats = max(round(at_least_ms / start.elapsed_time(stop)), 1)
+    for _ in range(repeats):
+        run()
+    start.record()
+    for _ in range(repeats):
+        run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / repeats
 
 
-def interleaved(operations: Operations, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each; it runs once untimed before its timed run of a round."""
+def interleaved(operations: Operations, rounds: int, at_least_ms: float = 60.0) -> dict[str, float]:
+    """Median milliseconds of each over the rounds."""
     times: dict[str, list[float]] = {name: [] for name in operations}
     for name, run in list(operations.items()):
         try:
@@ -38,6 +47,5 @@ def interleaved(operations: Operations, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         names = list(operations)
         for name in names if number % 2 else reversed(names):
-            operations[name]()
-            times[name].append(timed(operations[name]))
+            times[name].append(sustained(operations[name], at_least_ms))
     return {name: statistics.median(times[name]) for name in operations}

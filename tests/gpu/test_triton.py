@@ -52,14 +52,7 @@ def run(
     }
 
 
-@pytest.fixture(params=["square tile", "wide tile"])
-def _tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "wide tile":  # which H = 1536 and more get: products too long for these tolerances
-        monkeypatch.setattr(machine, "_SHORT_DEPTH", 0)
-
-
 @both_ways
-@pytest.mark.usefixtures("_tile")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=cases.dtype_name)
 @pytest.mark.parametrize("width", [256, 264, 77])
 @pytest.mark.parametrize("budget", [0, 1, 100])

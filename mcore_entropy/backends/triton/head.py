@@ -99,7 +99,7 @@ def linear_statistics(
 
 def _statistics(head: _Head, wanted: Wanted, keep: KeptLogits | None) -> PartialStatistics:
     n, columns = head.hidden.shape[0], head.weight.shape[0]
-    tile = statistics_tile(head.machine, head.hidden.shape[1])
+    tile = statistics_tile(head.machine)
     tiles = -(-columns // tile.columns)
     partials = torch.empty(sum_count(wanted), tiles, n, dtype=torch.float32, device=head.hidden.device)
     kept_columns = 0 if keep is None else keep.columns
@@ -180,7 +180,7 @@ def _target_logit(head: _Head, maximum: Tensor) -> Tensor:
 
 def kept_logits(tokens: int, columns: int, hidden: Tensor, budget: int) -> KeptLogits | None:
     """Room for whole tiles of columns, as many as `budget` bytes hold for all tokens."""
-    width = statistics_tile(machine(hidden.device), hidden.shape[1]).columns
+    width = statistics_tile(machine(hidden.device)).columns
     bytes_a_tile = tokens * (width * 2 + 4)
     tiles = min(budget // max(bytes_a_tile, 1), -(-columns // width))
     if not tiles or not tokens:
@@ -281,7 +281,7 @@ class HeadGradientTiles:
             out.stride(0),
             BLOCK=_KEPT_BLOCK,
             LISTED=kept.rows is not None,
-            TILE=statistics_tile(self._head.machine, self._head.hidden.shape[1]).columns,
+            TILE=statistics_tile(self._head.machine).columns,
             SOFTCAP=self._head.scaling.softcap is not None,
             num_warps=_KEPT_WARPS,
         )

@@ -1,7 +1,6 @@
 """What a device is able to, and the table of tiles that follows from it.
 
-A tile depends on the architecture, H, the dtype and what a kernel does, never on the number of tokens nor on
-a timing: a token's results must not depend on its neighbours, and every run must give the same bits.
+A tile depends on the architecture and on what a kernel does, never on the number of tokens nor on a timing: a token's results must not depend on its neighbours, and every run must give the same bits.
 docs/decisions/0005-triton-tiles.md has the measurements.
 """
 
@@ -52,14 +51,10 @@ class Tile:
     per_multiprocessor: int
 
 
-_SQUARE = Tile(rows=128, columns=128, depth=64, group=8, warps=4, stages=3, per_multiprocessor=2)
-_WIDE = Tile(rows=128, columns=256, depth=64, group=16, warps=8, stages=3, per_multiprocessor=1)
+_WIDE_STATISTICS = Tile(rows=128, columns=256, depth=64, group=16, warps=8, stages=3, per_multiprocessor=1)
+_WIDE_GRADIENT = Tile(rows=128, columns=256, depth=64, group=8, warps=8, stages=3, per_multiprocessor=1)
 _SMALL = Tile(rows=128, columns=128, depth=32, group=8, warps=4, stages=3, per_multiprocessor=1)
 _INTERPRETED = Tile(rows=32, columns=64, depth=32, group=2, warps=4, stages=1, per_multiprocessor=1)
-
-# Below this H a tile's epilogue is so large a part of it that two programs a multiprocessor, of which one
-# multiplies while the other is in its epilogue, outweigh the wide tile's smaller traffic.
-_SHORT_DEPTH = 1536
 
 
 def interpreted() -> bool:
@@ -80,15 +75,13 @@ def machine(device: torch.device) -> Machine:
     )
 
 
-def statistics_tile(device: Machine, hidden_size: int) -> Tile:
+def statistics_tile(device: Machine) -> Tile:
     if device.interpreted:
         return _INTERPRETED
-    if not device.large_tiles or not device.tma:
-        return _SMALL
-    return _SQUARE if hidden_size < _SHORT_DEPTH else _WIDE
+    return _WIDE_STATISTICS if device.large_tiles and device.tma else _SMALL
 
 
 def gradient_tile(device: Machine) -> Tile:
     if device.interpreted:
         return _INTERPRETED
-    return _SQUARE if device.large_tiles and device.tma else _SMALL
+    return _WIDE_GRADIENT if device.large_tiles and device.tma else _SMALL
