@@ -151,9 +151,8 @@ class TokenGradients:
         return self.inputs.rows(pick), self.gradients.rows(pick)
 
 
-def rows_to_compute(problem: Problem, keep: Tensor | None) -> list[Rows]:
+def rows_to_compute(problem: Problem, keep: Tensor | None, chunks: list[TokenChunk]) -> list[Rows]:
     """The rows of every chunk for which `keep` [N] is True: one host sync, or none if nothing is left out."""
-    chunks = problem.chunks()
     if keep is None or not problem.execution.compact_rows or not chunks:
         return [Rows(chunk) for chunk in chunks]
     counts = torch.stack([chunk.take(keep).sum() for chunk in chunks]).tolist()

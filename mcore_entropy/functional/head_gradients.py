@@ -20,8 +20,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mcore_entropy.backends.interface import KeptLogits, KeptRows
-from mcore_entropy.functional.chunked import Rows, TokenGradients
+from mcore_entropy.backends.interface import GradientTiles, KeptLogits, KeptRows
+from mcore_entropy.functional.chunked import Rows, TokenGradients, rows_to_compute
 from mcore_entropy.functional.local_head import LocalHead, places_in_kept
 from mcore_entropy.functional.main_grad import WeightSum
 from mcore_entropy.parallel import Pending, start_hidden_reduction
@@ -44,6 +44,26 @@ def by_columns_is_smaller(head: LocalHead, hidden_wanted: bool) -> bool:
     if problem.sections > 1:
         per_token += head.hidden.element_size()  # the hidden states of all chunks, gathered
     return tokens * per_token <= columns * 4
+
+
+def add_gradients(gradients: HeadGradients, tokens: TokenGradients, by_columns: bool) -> None:
+    """The whole backward of the head, over the rows that a gradient flows into.
+
+    Which those are, the host knows only once the device has come so far: meanwhile it prepares the first pass
+    as if it were all rows, which it often is, so that the device does not wait for it afterwards.
+    """
+    problem = gradients.head.problem
+    every_row = [Rows(chunk) for chunk in problem.chunks()]
+    if not every_row:
+        return
+    prepared = None
+    if problem.sections == 1:  # otherwise preparing is a collective
+        prepared = Pass(gradients, every_row if by_columns else every_row[:1], tokens)
+    chunks = rows_to_compute(problem, tokens.live, problem.chunks())
+    passes = [chunks] if by_columns else [[rows] for rows in chunks]
+    if any(rows.kept is not None for rows in passes[0]):
+        prepared = None
+    gradients.add(passes, tokens, prepared)
 
 
 @dataclass(frozen=True)
@@ -72,48 +92,35 @@ class HeadGradients:
     kept: KeptLogits | None = None
     mask: Tensor | None = None
 
-    def add(self, passes: list[list[Rows]], tokens: TokenGradients) -> None:
-        """Work through the chunks; a pass's reductions run while the next pass's products do."""
+    def add(self, passes: list[list[Rows]], tokens: TokenGradients, prepared: Pass | None = None) -> None:
+        """Work through the chunks; a pass's reductions run while the next pass's products do.
+
+        `prepared`: the first pass, if it was made before it was known which rows it takes.
+        """
         under_way: list[_Reduction] = []
-        for chunks in passes:
+        for number, chunks in enumerate(passes):
             if self.head.problem.group.size == 1:  # nothing runs, and the sums' memory is free for the next
                 self._finish(under_way)
                 under_way = []
-            started = self._pass(chunks, tokens)
+            if number or prepared is None:
+                prepared = Pass(self, chunks, tokens)
+            started = self._run(prepared)
+            prepared = None
             self._finish(under_way)
             under_way = started
         self._finish(under_way)
 
-    def _pass(self, chunks: list[Rows], tokens: TokenGradients) -> list[_Reduction]:
-        problem = self.head.problem
-        inputs, gradients = tokens.rows(lambda per_token: _joined([rows.of(per_token) for rows in chunks]))
-        hidden = self.head.hidden_of_all(chunks)
-        if gradients.live is not None:
-            # A left-out row's gradient is 0, but 0 times a NaN in its hidden state would reach the weight.
-            hidden = torch.where(gradients.live.unsqueeze(1), hidden, 0.0)
-        partial = None
-        if self.hidden is not None:
-            partial = torch.zeros_like(hidden, dtype=statistics_dtype(hidden.dtype))
-        kept = self._kept_of(chunks)
+    def _run(self, of: Pass) -> list[_Reduction]:
+        hidden, partial = of.hidden, of.partial
         reductions: list[_Reduction] = []
-        for last_block, block in _with_last(
-            _blocks(hidden.shape[0], problem.backend.most_rows(hidden, problem.execution))
-        ):
-            tiles = problem.backend.linear_gradient_tiles(
-                hidden[block],
-                self.head.weight,
-                self.head.bias,
-                inputs.block(block),
-                gradients.block(block),
-                problem.execution,
-                None if kept is None else kept.block(block),
-            )
+        for last_block, block in _with_last(of.blocks):
+            tiles = of.tiles(block)
             for last_slice, columns in _with_last(tiles.slices):
                 tile = tiles.tile(columns)
                 weight = self.head.weight[columns]
                 if partial is not None and last_block and last_slice:
                     # Chunk by chunk, so that a reduction runs while the next products do.
-                    for rows, place in _places(chunks):
+                    for rows, place in _places(of.chunks):
                         own = slice(max(place.start - block.start, 0), place.stop - block.start)
                         add_product_(partial[block][own], tile[own], weight, tiles.factor)
                         reductions.append(self._start(rows, partial[place]))
@@ -125,10 +132,10 @@ class HeadGradients:
                 if self.weight is not None:
                     self.weight.take(columns, tile, hidden[block], tiles.factor)
         if partial is not None and not reductions:  # no row, or no column, on this rank
-            reductions = [self._start(rows, partial[place]) for rows, place in _places(chunks)]
+            reductions = [self._start(rows, partial[place]) for rows, place in _places(of.chunks)]
         return reductions
 
-    def _kept_of(self, chunks: list[Rows]) -> KeptRows | None:
+    def kept_of(self, chunks: list[Rows]) -> KeptRows | None:
         if self.kept is None:
             return None
         problem = self.head.problem
@@ -161,6 +168,48 @@ class HeadGradients:
                 own_rows.index_copy_(0, rows.kept, values.to(own_rows.dtype))
             else:
                 own_rows.copy_(values)
+
+
+class Pass:
+    """What one pass over the columns works with: all that is there before its first tile is computed."""
+
+    def __init__(self, gradients: HeadGradients, chunks: list[Rows], tokens: TokenGradients) -> None:
+        head = gradients.head
+        self.chunks = chunks
+        self._head = head
+        self._inputs, self._gradients = tokens.rows(
+            lambda per_token: _joined([rows.of(per_token) for rows in chunks])
+        )
+        self.hidden = head.hidden_of_all(chunks)
+        if self._gradients.live is not None:
+            # A left-out row's gradient is 0, but 0 times a NaN in its hidden state would reach the weight.
+            self.hidden = torch.where(self._gradients.live.unsqueeze(1), self.hidden, 0.0)
+        self.partial = None
+        if gradients.hidden is not None:
+            self.partial = torch.zeros_like(self.hidden, dtype=statistics_dtype(self.hidden.dtype))
+        self._kept = gradients.kept_of(chunks)
+        problem = head.problem
+        most_rows = problem.backend.most_rows(self.hidden, problem.execution)
+        self.blocks = _blocks(self.hidden.shape[0], most_rows)
+        self._first_tiles: GradientTiles | None = self._make_tiles(self.blocks[0])
+
+    def tiles(self, block: slice) -> GradientTiles:
+        if self._first_tiles is not None:
+            tiles, self._first_tiles = self._first_tiles, None
+            return tiles
+        return self._make_tiles(block)
+
+    def _make_tiles(self, block: slice) -> GradientTiles:
+        problem = self._head.problem
+        return problem.backend.linear_gradient_tiles(
+            self.hidden[block],
+            self._head.weight,
+            self._head.bias,
+            self._inputs.block(block),
+            self._gradients.block(block),
+            problem.execution,
+            None if self._kept is None else self._kept.block(block),
+        )
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from mcore_entropy.functional.autograd import (
     without_autocast,
 )
 from mcore_entropy.functional.chunked import TokenGradients, forward_in_chunks, rows_to_compute
-from mcore_entropy.functional.head_gradients import HeadGradients, by_columns_is_smaller
+from mcore_entropy.functional.head_gradients import HeadGradients, add_gradients, by_columns_is_smaller
 from mcore_entropy.functional.local_head import LocalHead, StatisticsOfHead
 from mcore_entropy.functional.main_grad import WeightGradient
 from mcore_entropy.functional.problem import Keywords, Problem
@@ -112,7 +112,7 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
             hidden, weight = hidden.to(autocast_dtype), weight.to(autocast_dtype)
         head = LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
         like = hidden.new_empty(0, dtype=statistics_dtype(hidden.dtype))
-        chunks = rows_to_compute(problem, tokens.mask)
+        chunks = rows_to_compute(problem, tokens.mask, problem.forward_chunks(tokens.mask is not None))
         kept = None
         if options.trained and problem.execution.logits_budget_mib:
             count = sum(rows.count for rows in chunks)
@@ -156,8 +156,7 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
             kept=None if exponents is None else KeptLogits(exponents, maxima),
             mask=tokens.mask,
         )
-        chunks = rows_to_compute(problem, per_token.live)  # last: a host sync
-        gradients.add([chunks] if by_columns and chunks else [[rows] for rows in chunks], per_token)
+        add_gradients(gradients, per_token, by_columns)
         return (
             None if gradients.hidden is None else gradients.hidden.view(hidden.shape),
             None if weight_sum is None else to_weight.result(weight_sum.gradient),

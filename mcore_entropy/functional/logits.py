@@ -267,7 +267,7 @@ def _forward(
         )
 
     like = logits.new_empty(0, dtype=statistics_dtype(logits.dtype))
-    chunks = rows_to_compute(problem, tokens.mask)
+    chunks = rows_to_compute(problem, tokens.mask, problem.forward_chunks(tokens.mask is not None))
     results = forward_in_chunks(problem, tokens, chunks, like, local_statistics)
     save_for_backward(ctx, (logits,), problem, tokens, results)
     return results
@@ -286,7 +286,7 @@ def _backward(
     gradient[:, counted:] = 0
 
     per_token = TokenGradients.of(problem, tokens, results, grad_log_probs, grad_entropy)
-    for rows in rows_to_compute(problem, per_token.live):
+    for rows in rows_to_compute(problem, per_token.live, problem.chunks()):
         if rows.dropped is not None:
             gradient.index_fill_(0, rows.dropped + rows.chunk.start, 0)
         inputs, gradients = per_token.rows(rows.of)

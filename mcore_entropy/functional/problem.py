@@ -40,6 +40,12 @@ class Problem:
     def chunks(self) -> list[TokenChunk]:
         return list(token_chunks(self.shape.numel(), self.chunk_size, self.sections))
 
+    def forward_chunks(self, masked: bool) -> list[TokenChunk]:
+        """Those of the forward: one, where there is nothing to reduce and no row to leave out."""
+        if self.group.size == 1 and not masked:
+            return list(token_chunks(self.shape.numel(), max(self.shape.numel(), 1)))
+        return self.chunks()
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Keywords:

@@ -17,7 +17,7 @@ Operations = dict[str, Callable[[], Any]]
 
 
 def sustained(run: Callable[[], Any], at_least_ms: float) -> float:
-    """Milliseconds of one run, of as many back to back as take the given time; as many run before, untimed."""
+    """Milliseconds of one run, of as many back to back as take the time given; as many before, untimed."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()

@@ -46,36 +46,29 @@ def transformed(logits, scale, softcap, SOFTCAP: tl.constexpr):
 def slope(x, softcap):
     """The softcap's derivative, without the scale, at the transformed logit: 1 - tanh^2."""
     tanh_of_logit = x / softcap
+    # An infinite logit stayed infinite. A NaN passes.
+    tanh_of_logit = tl.where(tl.abs(tanh_of_logit) > 1.0, 1.0, tanh_of_logit)
     return (1.0 - tanh_of_logit) * (1.0 + tanh_of_logit)
 
 
 @triton.jit
 def sums(x, C, CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr):
-    """Row maximum of x [R, columns], and S, T, Q, R relative to it, [R] each, and the exponents. C: [R].
-
-    x C - max C is one fused operation. That rounds max C: what was cut off is put back into the sums, where
-    it would be an error of half a unit in the last place of the maximum.
-    """
+    """Row maximum of x [R, columns], and S, T, Q, R relative to it, [R] each, and the exponents. C: [R]."""
     maximum = tl.max(x, 1)
     finite = tl.where(maximum == _MINUS_INFINITY, 0.0, maximum)
-    reference = finite * C
-    cut_off = tl.fma(finite, C, -reference)
-    exponent = _cut(x * C[:, None] - reference[:, None])
+    exponent = _cut((x - finite[:, None]) * C[:, None])
     exp = tl.exp2(exponent)
-    put_back = tl.exp2(-cut_off)
     total = tl.sum(exp, 1)
     centred = total
     squared = total
     exp_squared = total
     if CENTRED:
         centred = tl.sum(exp * exponent, 1)
-        if SQUARED:
-            squared = tl.sum(exp * exponent * exponent, 1)
-            squared = put_back * (squared - cut_off * (2.0 * centred - cut_off * total))
-        centred = put_back * (centred - cut_off * total)
+    if SQUARED:
+        squared = tl.sum(exp * exponent * exponent, 1)
     if EXP_SQUARED:
-        exp_squared = put_back * put_back * tl.sum(exp * exp, 1)
-    return maximum, put_back * total, centred, squared, exp_squared, exponent
+        exp_squared = tl.sum(exp * exp, 1)
+    return maximum, total, centred, squared, exp_squared, exponent
 
 
 @triton.jit
@@ -144,10 +137,13 @@ def store_sums(
 
 
 @triton.jit
-def gradient(x, C, normalizer, a, b, softcap, SOFTCAP: tl.constexpr):
-    """p (a + b log2 p) times the softcap's slope, for p = 2^(x C - normalizer); all but x broadcast to it."""
-    log2_p = _cut(x * C - normalizer)
-    result = tl.exp2(log2_p) * (a + b * log2_p)
+def gradient(x, factor, maximum, log_sum, a, b, softcap, SOFTCAP: tl.constexpr):
+    """p (a + b ln p) times the softcap's slope, for ln p = (z - maximum) - log_sum; x is broadcast with all.
+
+    Maximum and logarithm stay two numbers, as `mcore_entropy.statistics.Normalizer` says.
+    """
+    log2_p = _cut((x * factor - maximum) * LOG2_E - log_sum * LOG2_E)
+    result = tl.exp2(log2_p) * (a + (b * LN_2) * log2_p)
     if SOFTCAP:
         result *= slope(x, softcap)
     return result

@@ -41,9 +41,12 @@ class _Head:
     machine: Machine
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None, inputs: RowInputs) -> _Head:
+    def of(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, inputs: RowInputs, live: Tensor | None = None
+    ) -> _Head:
         hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
-        scaling = Scaling.of(inputs, hidden.shape[0], hidden.device)
+        bias = None if bias is None else bias.contiguous()
+        scaling = Scaling.of(inputs, hidden.shape[0], hidden.device, live)
         return _Head(hidden, weight, bias, inputs, scaling, machine(hidden.device))
 
     @property
@@ -204,13 +207,13 @@ class HeadGradientTiles:
         kept: KeptRows | None,
         workspace: int,
     ) -> None:
-        self._head = _Head.of(hidden, weight, bias, inputs)
+        self._head = _Head.of(hidden, weight, bias, inputs, gradients.live)
         self._kept = kept
         multiplier, self.factor = None, None
         if hidden.dtype == torch.float16:
             multiplier = _fp16_multiplier(gradients)
             self.factor = multiplier.reciprocal()
-        self._coefficients = Coefficients.of(gradients, self._head.scaling, multiplier)
+        self._coefficients = Coefficients.of(gradients, multiplier)
         tile = gradient_tile(self._head.machine)
         kept_columns = 0 if kept is None else kept.logits.columns
         at_most = max(workspace // (2 * max(hidden.shape[0], 1)), 1)
@@ -247,9 +250,7 @@ class HeadGradientTiles:
             _source(weight, tile.columns, tile.depth, tma),
             None if head.bias is None else head.bias[columns],
             head.scaling.factor,
-            self._coefficients.normalizer,
-            self._coefficients.a,
-            self._coefficients.b,
+            *self._coefficients.pointers(),
             _source(out, tile.rows, tile.columns // 2, tma),
             *head.scaling.numbers(),
             rows,
@@ -269,9 +270,7 @@ class HeadGradientTiles:
             kept.logits.maxima,
             kept.rows,
             self._head.scaling.factor,
-            self._coefficients.normalizer,
-            self._coefficients.a,
-            self._coefficients.b,
+            *self._coefficients.pointers(),
             out,
             self._head.scaling.numbers()[1],
             columns.start,
@@ -294,9 +293,7 @@ class HeadGradientTiles:
             head.bias,
             head.inputs.target,
             head.scaling.factor,
-            self._coefficients.normalizer,
-            self._coefficients.a,
-            self._coefficients.b,
+            *self._coefficients.pointers(),
             self._coefficients.c,
             out,
             *head.scaling.numbers(),

@@ -114,7 +114,7 @@ def linear_statistics_kernel(
 
 @triton.jit
 def linear_gradient_kernel(
-    hidden, weight, bias, factor, normalizer, a, b, out, scale, softcap,
+    hidden, weight, bias, factor, maximum, log_sum, a, b, out, scale, softcap,
     n, v, H, hidden_stride, weight_stride, out_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, OUT: tl.constexpr,
@@ -133,11 +133,13 @@ def linear_gradient_kernel(
         x = transformed(logits, scale, softcap, SOFTCAP)
         rows = row + tl.arange(0, BM)
         inside = rows < n
-        C = tl.load(factor + rows, mask=inside, other=1.0) * LOG2_E
-        shift = tl.load(normalizer + rows, mask=inside, other=0.0)
+        row_factor = tl.load(factor + rows, mask=inside, other=1.0)
+        largest = tl.load(maximum + rows, mask=inside, other=0.0)
+        logarithm = tl.load(log_sum + rows, mask=inside, other=0.0)
         constant = tl.load(a + rows, mask=inside, other=0.0)
         linear = tl.load(b + rows, mask=inside, other=0.0)
         tile_gradient = gradient(
-            x, C[:, None], shift[:, None], constant[:, None], linear[:, None], softcap, SOFTCAP
-        )
+            x, row_factor[:, None], largest[:, None], logarithm[:, None], constant[:, None], linear[:, None],
+            softcap, SOFTCAP,
+        )  # fmt: skip
         _store(out, tile_gradient.to(OUT), row, column, n, v, out_stride, BM, BN, TMA)

@@ -1,6 +1,7 @@
 """What a device is able to, and the table of tiles that follows from it.
 
-A tile depends on the architecture and on what a kernel does, never on the number of tokens nor on a timing: a token's results must not depend on its neighbours, and every run must give the same bits.
+A tile depends on the architecture and on what a kernel does, never on the number of tokens nor on a timing: a
+token's results must not depend on its neighbours, and every run must give the same bits.
 docs/decisions/0005-triton-tiles.md has the measurements.
 """
 

@@ -1,4 +1,4 @@
-"""Kernels that take one row after the other: statistics and gradient of given logits, merging, coefficients.
+"""Kernels that take one row after the other: statistics and gradient of given logits, merging.
 
 n rows, v columns. Rows of logits are evenly spaced, or LISTED: then row r starts at element starts[r], and
 its gradient goes to row out_rows[r], so that rows may lie anywhere, in any order.
@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from mcore_entropy.backends.triton.arithmetic import (
-    LN_2,
     LOG2_E,
     gradient,
     natural,
@@ -74,7 +73,7 @@ def logits_statistics_kernel(
 
 @triton.jit
 def logits_gradient_kernel(
-    logits, starts, target, factor, normalizer, a, b, c, out, out_rows, scale, softcap,
+    logits, starts, target, factor, maximum, log_sum, a, b, c, out, out_rows, scale, softcap,
     v, row_stride, column_stride, out_stride,
     BLOCK: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -89,53 +88,20 @@ def logits_gradient_kernel(
         result_row = out + row.to(tl.int64) * out_stride
     raw = tl.load(values + column.to(tl.int64) * column_stride, mask=column < v, other=0.0)
     x = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP)
-    C = tl.load(factor + row) * LOG2_E
-    shift = tl.load(normalizer + row)
-    result = gradient(x, C, shift, tl.load(a + row), tl.load(b + row), softcap, SOFTCAP)
+    largest = tl.load(maximum + row)
+    logarithm = tl.load(log_sum + row)
+    result = gradient(
+        x, tl.load(factor + row), largest, logarithm, tl.load(a + row), tl.load(b + row),
+        softcap, SOFTCAP,
+    )  # fmt: skip
     if TARGET:
         of_target = tl.load(c + row)
         if SOFTCAP:
             of_target *= slope(x, softcap)
         result += tl.where(column == tl.load(target + row), of_target, 0.0)
-    result = tl.where(shift == float("inf"), 0.0, result)  # a dead row, whose logits may be NaN
+    # A dead row, whose logits may be NaN; one with a logit of +inf has a NaN for its logarithm.
+    result = tl.where((largest == float("inf")) & (logarithm == 0.0), 0.0, result)
     tl.store(result_row + column, result.to(out.dtype.element_ty), mask=column < v)
-
-
-@triton.jit
-def gradient_rows_kernel(
-    factor, maximum, log_sum, a, b, live, normalizer, a_out, b_out, n,
-    ENTROPY: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The rows' numbers for `gradient`: log2 of the sum of 2^(x C), and a, b for log2 p instead of ln p.
-
-    That logarithm does not fit into fp32: at an offset of 500 its last digit is 3e-5. The rest r of it goes
-    into a and b: p (a + b ln p) = 2^l (a' + b' l) with l = log2 p + r.
-    """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < n
-    row_factor = tl.load(factor + row, mask=inside, other=1.0)
-    C = row_factor * LOG2_E
-    # x C of the maximum z = x * factor, with C as it was rounded.
-    ratio = C.to(tl.float64) / row_factor.to(tl.float64)
-    exact = tl.load(maximum + row, mask=inside, other=0.0).to(tl.float64) * ratio
-    exact += tl.load(log_sum + row, mask=inside, other=0.0).to(tl.float64) * 1.4426950408889634
-    rounded = exact.to(tl.float32)
-    rest = (exact - rounded.to(tl.float64)).to(tl.float32)
-    constant = tl.load(a + row, mask=inside, other=0.0)
-    linear = tl.zeros((BLOCK,), tl.float32)
-    if ENTROPY:
-        linear = tl.load(b + row, mask=inside, other=0.0) * LN_2
-    put_back = tl.exp2(-rest)
-    constant = put_back * (constant - linear * rest)
-    linear = put_back * linear
-    if LIVE:  # a dead row's p is 0, whatever its statistics are
-        alive = tl.load(live + row, mask=inside, other=0) != 0
-        rounded = tl.where(alive, rounded, float("inf"))
-        constant = tl.where(alive, constant, 0.0)
-        linear = tl.where(alive, linear, 0.0)
-    tl.store(normalizer + row, rounded, mask=inside)
-    tl.store(a_out + row, constant, mask=inside)
-    tl.store(b_out + row, linear, mask=inside)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,6 @@ from mcore_entropy.statistics import PartialStatistics, Wanted
 
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 4096, 4
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 8
-_COEFFICIENT_ROWS = 128
 
 
 def sum_flags(wanted: Wanted) -> dict[str, bool]:
@@ -48,13 +48,15 @@ class Scaling:
     softcap: float | None
 
     @staticmethod
-    def of(inputs: RowInputs, rows: int, device: torch.device) -> Scaling:
+    def of(inputs: RowInputs, rows: int, device: torch.device, live: Tensor | None = None) -> Scaling:
+        """`live`: rows where it is False have a gradient of 0, whatever their temperature is."""
         transform, temperature = inputs.transform, inputs.temperature
         scale = 1.0 if transform is None else transform.scale
         softcap = None if transform is None else transform.softcap
         numerator = 1.0 if softcap is not None else scale  # the softcap contains the scale
         if isinstance(temperature, Tensor):
             factor = numerator / temperature
+            factor = factor if live is None else torch.where(live, factor, 1.0)
         else:
             factor = torch.full((rows,), numerator / temperature, dtype=torch.float32, device=device)
         return Scaling(factor, scale, softcap)
@@ -65,42 +67,37 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The rows' numbers of the gradient, [n] fp32 each, as `gradient_rows_kernel` makes them; c as given."""
+    """The rows' numbers of the gradient as the kernels take them, [n] fp32 each; b is 0 where there is none.
 
-    normalizer: Tensor
+    A dead row has the maximum +inf, which makes its p 0, and the logarithm 0.
+    """
+
+    maximum: Tensor
+    log_sum: Tensor
     a: Tensor
     b: Tensor
     c: Tensor | None
 
     @staticmethod
-    def of(gradients: RowGradients, scaling: Scaling, multiplier: Tensor | None = None) -> Coefficients:
+    def of(gradients: RowGradients, multiplier: Tensor | None = None) -> Coefficients:
         """`multiplier`: one number on the device that the whole gradient is multiplied with."""
-        given = gradients.coefficients
-        a, b, c = (
-            x if x is None or multiplier is None else x * multiplier for x in (given.a, given.b, given.c)
+
+        def number(value: Tensor, in_dead_row: float, scaled: bool) -> Tensor:
+            if scaled and multiplier is not None:
+                value = value * multiplier
+            return value if gradients.live is None else torch.where(gradients.live, value, in_dead_row)
+
+        given, normalizer = gradients.coefficients, gradients.normalizer
+        return Coefficients(
+            number(normalizer.maximum, math.inf, scaled=False),
+            number(normalizer.log_sum, 0.0, scaled=False),
+            number(given.a, 0.0, scaled=True),
+            torch.zeros_like(given.a) if given.b is None else number(given.b, 0.0, scaled=True),
+            None if given.c is None else number(given.c, 0.0, scaled=True),
         )
-        assert a is not None
-        rows = a.shape[0]
-        normalizer, a_out, b_out = a.new_empty(3, rows).unbind(0)
-        if rows:
-            row_kernels.gradient_rows_kernel[(-(-rows // _COEFFICIENT_ROWS),)](
-                scaling.factor,
-                gradients.normalizer.maximum,
-                gradients.normalizer.log_sum,
-                a,
-                b,
-                gradients.live,
-                normalizer,
-                a_out,
-                b_out,
-                rows,
-                ENTROPY=b is not None,
-                LIVE=gradients.live is not None,
-                BLOCK=_COEFFICIENT_ROWS,
-            )
-        if c is not None and gradients.live is not None:
-            c = torch.where(gradients.live, c, 0.0)
-        return Coefficients(normalizer, a_out, b_out, c)
+
+    def pointers(self) -> tuple[Tensor, ...]:
+        return self.maximum, self.log_sum, self.a, self.b
 
 
 def logits_statistics(
@@ -141,17 +138,15 @@ def logits_gradient(
     rows, columns = tokens.count, logits.columns
     if not rows or not columns:
         return
-    scaling = Scaling.of(inputs, rows, logits.device)
-    coefficients = Coefficients.of(gradients, scaling)
+    scaling = Scaling.of(inputs, rows, logits.device, gradients.live)
+    coefficients = Coefficients.of(gradients)
     first, starts, numbers = _places(logits, tokens)
     row_kernels.logits_gradient_kernel[(rows, -(-columns // _GRADIENT_BLOCK))](
         first,
         starts,
         inputs.target,
         scaling.factor,
-        coefficients.normalizer,
-        coefficients.a,
-        coefficients.b,
+        *coefficients.pointers(),
         coefficients.c,
         out if numbers is not None else out[tokens.start :],
         numbers,

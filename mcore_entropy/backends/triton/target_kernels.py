@@ -54,7 +54,7 @@ def target_logit_kernel(
 
 @triton.jit
 def target_gradient_kernel(
-    hidden, weight, bias, target, factor, normalizer, a, b, c, out, scale, softcap,
+    hidden, weight, bias, target, factor, maximum, log_sum, a, b, c, out, scale, softcap,
     first, n, v, H, hidden_stride, weight_stride, out_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -70,10 +70,10 @@ def target_gradient_kernel(
                 hidden, weight, bias, row, column, H, hidden_stride, weight_stride, scale, softcap,
                 BLOCK, BIAS, SOFTCAP,
             )  # fmt: skip
-            C = tl.load(factor + row) * LOG2_E
             result = gradient(
-                x, C, tl.load(normalizer + row), tl.load(a + row), tl.load(b + row), softcap, SOFTCAP
-            )
+                x, tl.load(factor + row), tl.load(maximum + row), tl.load(log_sum + row),
+                tl.load(a + row), tl.load(b + row), softcap, SOFTCAP,
+            )  # fmt: skip
             of_target = tl.load(c + row)
             if SOFTCAP:
                 of_target *= slope(x, softcap)
@@ -83,7 +83,7 @@ def target_gradient_kernel(
 
 @triton.jit
 def kept_gradient_kernel(
-    exponents, maxima, kept_rows, factor, normalizer, a, b, out, softcap,
+    exponents, maxima, kept_rows, factor, maximum, log_sum, a, b, out, softcap,
     first, v, maxima_stride, exponents_stride, out_stride,
     BLOCK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -97,13 +97,13 @@ def kept_gradient_kernel(
     exponent = tl.load(exponents + kept_row * exponents_stride + column, mask=inside, other=0.0).to(
         tl.float32
     )
-    maximum = tl.load(
-        maxima + (column // TILE).to(tl.int64) * maxima_stride + kept_row, mask=inside, other=0.0
-    )
-    C = tl.load(factor + row) * LOG2_E
-    # exponent = x C - maximum C; a tile without a finite logit has exponents so low that p is 0.
-    exponent += tl.where(maximum == float("-inf"), 0.0, maximum) * C
+    place = maxima + (column // TILE).to(tl.int64) * maxima_stride + kept_row
+    largest = tl.load(place, mask=inside, other=0.0)
+    row_factor = tl.load(factor + row)
+    # A tile without a finite logit has exponents so low that p is 0.
+    x = exponent / (row_factor * LOG2_E) + tl.where(largest == float("-inf"), 0.0, largest)
     result = gradient(
-        exponent / C, C, tl.load(normalizer + row), tl.load(a + row), tl.load(b + row), softcap, SOFTCAP
-    )
+        x, row_factor, tl.load(maximum + row), tl.load(log_sum + row), tl.load(a + row), tl.load(b + row),
+        softcap, SOFTCAP,
+    )  # fmt: skip
     tl.store(out + row * out_stride + (column - first), result.to(out.dtype.element_ty), mask=inside)
