@@ -21,6 +21,13 @@ from tests.benchmarks.timing import interleaved
 SHAPES = ((2048, 4096, 131072), (8192, 4096, 131072), (16384, 4096, 131072), (32768, 2048, 151936))
 
 
+def longest(milliseconds: float) -> float:
+    """The slowest rank's."""
+    everyone = torch.tensor(milliseconds, device="cuda")
+    dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+    return float(everyone)
+
+
 def measure(shape: tuple[int, int, int], peers: bool, rounds: int) -> str:
     tokens, hidden_size, vocab = shape
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -73,7 +80,7 @@ def measure(shape: tuple[int, int, int], peers: bool, rounds: int) -> str:
     }
     if peers:
         operations["verl step"] = verl
-    ms = interleaved(operations, rounds)
+    ms = interleaved(operations, rounds, agreed=longest)
     torch.cuda.reset_peak_memory_stats()
     whole.grad = weight.grad = None
     before = torch.cuda.memory_allocated()

@@ -16,14 +16,18 @@ import torch
 Operations = dict[str, Callable[[], Any]]
 
 
-def sustained(run: Callable[[], Any], at_least_ms: float) -> float:
+def _alone(milliseconds: float) -> float:
+    return milliseconds
+
+
+def sustained(run: Callable[[], Any], at_least_ms: float, agreed: Callable[[float], float] = _alone) -> float:
     """Milliseconds of one run, of as many back to back as take the time given; as many before, untimed."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     stop.record()
     stop.synchronize()
-    repeats = max(round(at_least_ms / start.elapsed_time(stop)), 1)
+    repeats = max(round(at_least_ms / agreed(start.elapsed_time(stop))), 1)
     for _ in range(repeats):
         run()
     start.record()
@@ -34,8 +38,16 @@ def sustained(run: Callable[[], Any], at_least_ms: float) -> float:
     return float(start.elapsed_time(stop)) / repeats
 
 
-def interleaved(operations: Operations, rounds: int, at_least_ms: float = 60.0) -> dict[str, float]:
-    """Median milliseconds of each over the rounds."""
+def interleaved(
+    operations: Operations,
+    rounds: int,
+    at_least_ms: float = 60.0,
+    agreed: Callable[[float], float] = _alone,
+) -> dict[str, float]:
+    """Median milliseconds of each over the rounds.
+
+    `agreed` makes one duration of the ranks' own, so that all of them run a collective equally often.
+    """
     times: dict[str, list[float]] = {name: [] for name in operations}
     for name, run in list(operations.items()):
         try:
@@ -47,5 +59,5 @@ def interleaved(operations: Operations, rounds: int, at_least_ms: float = 60.0) 
     for number in range(rounds):
         names = list(operations)
         for name in names if number % 2 else reversed(names):
-            times[name].append(sustained(operations[name], at_least_ms))
+            times[name].append(sustained(operations[name], at_least_ms, agreed))
     return {name: statistics.median(times[name]) for name in operations}

@@ -20,6 +20,8 @@ from mcore_entropy.statistics import PartialStatistics, Wanted
 
 # Rows of one launch: the partials of a tile are bounded, and more rows bring no speed.
 _STATISTICS_ROWS = 8192
+# Steps along H that one program takes: about 0.7 ms of an H200, next to which its start and end are little.
+_PROGRAM_DEPTH = 65536
 _MERGED_ROWS, _MERGED_TILES = 32, 32
 _TARGET_BLOCK, _TARGET_ROWS = 1024, 16
 _KEPT_BLOCK, _KEPT_WARPS = 2048, 8
@@ -27,6 +29,15 @@ _SLICE_MULTIPLE = 256  # every tile's width divides it
 _SUM_PASS = 100  # reading and writing hidden's sum once, as steps along the columns of its product
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How many programs compute a product, how many of them run at once, and how many tiles each takes."""
+
+    programs: int
+    at_once: int
+    tiles_a_program: int
 
 
 @dataclass(frozen=True)
@@ -67,9 +78,13 @@ class _Head:
             num_stages=tile.stages,
         )
 
-    def programs(self, tile: Tile, rows: int, columns: int) -> tuple[int]:
+    def schedule(self, tile: Tile, columns: int) -> _Schedule:
+        rows, hidden_size = self.hidden.shape
         tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
-        return (min(self.machine.multiprocessors * tile.per_multiprocessor, tiles),)
+        at_once = self.machine.multiprocessors * tile.per_multiprocessor
+        tiles_a_program = max(_PROGRAM_DEPTH // hidden_size, 1)
+        rounds, rest = divmod(tiles, at_once * tiles_a_program)
+        return _Schedule(rounds * at_once + min(rest, at_once), at_once, tiles_a_program)
 
 
 def _describable(matrix: Tensor) -> bool:
@@ -136,7 +151,8 @@ def _statistics_of(
     kept = None
     if keep is not None:
         kept = _source(keep.exponents, tile.rows, tile.columns // 2, tma)
-    head_kernels.linear_statistics_kernel[head.programs(tile, n, weight.shape[0])](
+    schedule = head.schedule(tile, weight.shape[0])
+    head_kernels.linear_statistics_kernel[(schedule.programs,)](
         _source(head.hidden, tile.rows, tile.depth, tma),
         _source(weight, tile.columns, tile.depth, tma),
         None if head.bias is None else head.bias[columns],
@@ -152,6 +168,8 @@ def _statistics_of(
         0 if keep is None else keep.exponents.stride(0),
         partials.shape[1],
         columns.start // tile.columns,
+        schedule.at_once,
+        schedule.tiles_a_program,
         WHOLE=weight.shape[0] % tile.columns == 0,
         KEEP=keep is not None,
         **sum_flags(wanted),
@@ -245,7 +263,8 @@ class HeadGradientTiles:
         head, tile, weight = self._head, self._tile, self._head.weight[columns]
         tma = head.tma and _describable(out)
         rows, hidden_size = head.hidden.shape
-        head_kernels.linear_gradient_kernel[head.programs(tile, rows, weight.shape[0])](
+        schedule = head.schedule(tile, weight.shape[0])
+        head_kernels.linear_gradient_kernel[(schedule.programs,)](
             _source(head.hidden, tile.rows, tile.depth, tma),
             _source(weight, tile.columns, tile.depth, tma),
             None if head.bias is None else head.bias[columns],
@@ -259,6 +278,8 @@ class HeadGradientTiles:
             head.hidden.stride(0),
             weight.stride(0),
             out.stride(0),
+            schedule.at_once,
+            schedule.tiles_a_program,
             OUT=_DTYPES[out.dtype],
             **head.flags(tile, tma),
         )

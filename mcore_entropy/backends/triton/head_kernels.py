@@ -1,8 +1,9 @@
 """The fused head's kernels: a tiled matrix product whose epilogue is the statistics, or the gradient.
 
 n tokens, v columns, H hidden size; hidden [n, H] and weight [v, H] in half precision, logits in fp32
-accumulators only. Programs are persistent: each computes every (number of programs)-th tile, and the loads of
-its next tile run during the epilogue of this one (``flatten``), which is what hides the epilogue.
+accumulators only. A program computes many tiles, one after the other: the loads of its next tile run during
+the epilogue of this one (``flatten``), which is what hides the epilogue. It does not compute all it could: a
+collective of another stream has to find a free multiprocessor soon, or the other ranks wait for it.
 Targets are left to kernels of one row a program (`row_kernels`): comparing every column with the target costs
 3 to 8 % here. Neither a tile's place nor its neighbours change a bit of a row's result.
 """
@@ -11,6 +12,14 @@ import triton
 import triton.language as tl
 
 from mcore_entropy.backends.triton.arithmetic import LOG2_E, gradient, store_sums, sums, transformed
+
+
+@triton.jit
+def _tiles_of_program(tiles, at_once, tiles_a_program):
+    """First and end of a program's tiles, every `at_once`-th: those computed at once are neighbours."""
+    program = tl.program_id(0)
+    first = program // at_once * at_once * tiles_a_program + program % at_once
+    return first, tl.minimum(first + at_once * tiles_a_program, tiles)
 
 
 @triton.jit
@@ -76,7 +85,7 @@ def _logits(
 @triton.jit
 def linear_statistics_kernel(
     hidden, weight, bias, factor, partials, kept, scale, softcap,
-    n, v, H, hidden_stride, weight_stride, kept_stride, all_tiles, first_tile,
+    n, v, H, hidden_stride, weight_stride, kept_stride, all_tiles, first_tile, at_once, tiles_a_program,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, WHOLE: tl.constexpr,
     CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr, KEEP: tl.constexpr,
@@ -88,7 +97,8 @@ def linear_statistics_kernel(
     """
     row_tiles = tl.cdiv(n, BM)
     column_tiles = tl.cdiv(v, BN)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    first, last = _tiles_of_program(row_tiles * column_tiles, at_once, tiles_a_program)
+    for tile in tl.range(first, last, at_once, flatten=True):
         row_tile, column_tile = _place(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * BM
         column = column_tile * BN
@@ -115,14 +125,15 @@ def linear_statistics_kernel(
 @triton.jit
 def linear_gradient_kernel(
     hidden, weight, bias, factor, maximum, log_sum, a, b, out, scale, softcap,
-    n, v, H, hidden_stride, weight_stride, out_stride,
+    n, v, H, hidden_stride, weight_stride, out_stride, at_once, tiles_a_program,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """out [n, v] in dtype OUT: the gradient for the raw logits, without the targets' part."""
     row_tiles = tl.cdiv(n, BM)
     column_tiles = tl.cdiv(v, BN)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    first, last = _tiles_of_program(row_tiles * column_tiles, at_once, tiles_a_program)
+    for tile in tl.range(first, last, at_once, flatten=True):
         row_tile, column_tile = _place(tile, row_tiles, column_tiles, GROUP)
         row = row_tile * BM
         column = column_tile * BN
