@@ -19,16 +19,10 @@ from mcore_entropy.backends.interface import (
     RowInputs,
     TokenSelection,
 )
+from mcore_entropy.backends.pytorch.arithmetic import scale_logits_, tile_gradient_, tile_statistics_
 from mcore_entropy.execution import Execution
 from mcore_entropy.products import HALF, multiplies_halves, product
-from mcore_entropy.statistics import (
-    PartialStatistics,
-    Wanted,
-    scale_logits_,
-    statistics_dtype,
-    tile_gradient_,
-    tile_statistics_,
-)
+from mcore_entropy.statistics import PartialStatistics, Wanted, statistics_dtype
 
 _CPU_WORKSPACE_MIB = 12
 _DEVICE_WORKSPACE_MIB = 256

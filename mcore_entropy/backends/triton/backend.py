@@ -17,7 +17,8 @@ from mcore_entropy.backends.interface import (
     RowInputs,
     TokenSelection,
 )
-from mcore_entropy.backends.triton import head, rows, wide
+from mcore_entropy.backends.triton import head_statistics, rows, wide
+from mcore_entropy.backends.triton.head_gradient import HeadGradientTiles
 from mcore_entropy.execution import Execution
 from mcore_entropy.products import HALF
 from mcore_entropy.statistics import PartialStatistics, Wanted
@@ -74,12 +75,12 @@ class TritonBackend:
             like = torch.empty(0, dtype=torch.float32, device=hidden.device)
             return PartialStatistics.empty(hidden.shape[0], wanted, like)
         if hidden.dtype in HALF:
-            return head.linear_statistics(hidden, weight, bias, inputs, wanted, keep)
+            return head_statistics.linear_statistics(hidden, weight, bias, inputs, wanted, keep)
         workspace = execution.workspace_bytes(_WORKSPACE_MIB)
         return wide.linear_statistics(hidden, weight, bias, inputs, wanted, workspace)
 
     def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> KeptLogits | None:
-        return head.kept_logits(tokens, columns, like, execution.logits_budget_mib * 2**20)
+        return head_statistics.kept_logits(tokens, columns, like, execution.logits_budget_mib * 2**20)
 
     def most_rows(self, like: Tensor, execution: Execution) -> int:
         return max(execution.workspace_bytes(_WORKSPACE_MIB) // (like.element_size() * _FEWEST_COLUMNS), 1)
@@ -96,5 +97,5 @@ class TritonBackend:
     ) -> GradientTiles:
         workspace = execution.workspace_bytes(_WORKSPACE_MIB)
         if hidden.dtype in HALF:
-            return head.HeadGradientTiles(hidden, weight, bias, inputs, gradients, kept, workspace)
+            return HeadGradientTiles(hidden, weight, bias, inputs, gradients, kept, workspace)
         return wide.WideGradientTiles(hidden, weight, bias, inputs, gradients, workspace)

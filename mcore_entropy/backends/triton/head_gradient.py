@@ -1,0 +1,159 @@
+"""The fused head's backward for half-precision operands: tiles of the logits' gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from mcore_entropy.backends.interface import KeptRows, RowGradients, RowInputs
+from mcore_entropy.backends.triton import head_kernels, target_kernels
+from mcore_entropy.backends.triton.machine import gradient_tile, statistics_tile
+from mcore_entropy.backends.triton.operands import HeadOperands, describable, source
+from mcore_entropy.backends.triton.rows import Coefficients
+from mcore_entropy.backends.triton.slices import column_slices
+
+_TARGET_BLOCK, _TARGET_ROWS = 1024, 16
+_KEPT_BLOCK, _KEPT_WARPS = 2048, 8
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
+
+
+class HeadGradientTiles:
+    """See `mcore_entropy.backends.interface.GradientTiles`; tiles are in the operands' dtype."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: RowInputs,
+        gradients: RowGradients,
+        kept: KeptRows | None,
+        workspace: int,
+    ) -> None:
+        self._head = HeadOperands.of(hidden, weight, bias, inputs, gradients.live)
+        self._kept = kept
+        multiplier, self.factor = None, None
+        if hidden.dtype == torch.float16:
+            multiplier = _fp16_multiplier(gradients)
+            self.factor = multiplier.reciprocal()
+        self._coefficients = Coefficients.of(gradients, multiplier)
+        tile = gradient_tile(self._head.machine)
+        kept_columns = 0 if kept is None else kept.logits.columns
+        at_most = max(workspace // (2 * max(hidden.shape[0], 1)), 1)
+        self.slices: Sequence[slice] = [
+            *column_slices(0, kept_columns, at_most, *hidden.shape, self._head.machine),
+            *column_slices(kept_columns, weight.shape[0], at_most, *hidden.shape, self._head.machine),
+        ]
+        self._tile = tile
+        widest = max((s.stop - s.start for s in self.slices), default=0)
+        self._workspace = hidden.new_empty(hidden.shape[0] * (-(-widest // 8) * 8))
+
+    def tile(self, columns: slice) -> Tensor:
+        head, width = self._head, columns.stop - columns.start
+        rows = head.hidden.shape[0]
+        # Rows on 16-byte boundaries, whatever the width.
+        stride = -(-width // 8) * 8
+        out = self._workspace[: rows * stride].view(rows, stride)[:, :width]
+        if not rows:
+            return out
+        if self._kept is not None and columns.start < self._kept.logits.columns:
+            self._from_kept(columns, self._kept, out)
+        else:
+            self._computed(columns, out)
+        if self._coefficients.c is not None:
+            self._add_targets(columns, out)
+        return out
+
+    def _computed(self, columns: slice, out: Tensor) -> None:
+        head, tile, weight = self._head, self._tile, self._head.weight[columns]
+        tma = head.tma and describable(out)
+        rows, hidden_size = head.hidden.shape
+        schedule = head.schedule(tile, weight.shape[0])
+        head_kernels.linear_gradient_kernel[(schedule.programs,)](
+            source(head.hidden, tile.rows, tile.depth, tma),
+            source(weight, tile.columns, tile.depth, tma),
+            None if head.bias is None else head.bias[columns],
+            head.scaling.factor,
+            *self._coefficients.pointers(),
+            source(out, tile.rows, tile.columns // 2, tma),
+            *head.scaling.numbers(),
+            rows,
+            weight.shape[0],
+            hidden_size,
+            head.hidden.stride(0),
+            weight.stride(0),
+            out.stride(0),
+            schedule.at_once,
+            schedule.tiles_a_program,
+            OUT=_DTYPES[out.dtype],
+            **head.flags(tile, tma),
+        )
+
+    def _from_kept(self, columns: slice, kept: KeptRows, out: Tensor) -> None:
+        rows, width = out.shape
+        target_kernels.kept_gradient_kernel[(rows, -(-width // _KEPT_BLOCK))](
+            kept.logits.exponents,
+            kept.logits.maxima,
+            kept.rows,
+            self._head.scaling.factor,
+            *self._coefficients.pointers(),
+            out,
+            self._head.scaling.numbers()[1],
+            columns.start,
+            width,
+            kept.logits.maxima.stride(0),
+            kept.logits.exponents.stride(0),
+            out.stride(0),
+            BLOCK=_KEPT_BLOCK,
+            LISTED=kept.rows is not None,
+            TILE=statistics_tile(self._head.machine).columns,
+            SOFTCAP=self._head.scaling.softcap is not None,
+            num_warps=_KEPT_WARPS,
+        )
+
+    def _add_targets(self, columns: slice, out: Tensor) -> None:
+        head = self._head
+        target_kernels.target_gradient_kernel[(-(-out.shape[0] // _TARGET_ROWS),)](
+            head.hidden,
+            head.weight,
+            head.bias,
+            head.inputs.target,
+            head.scaling.factor,
+            *self._coefficients.pointers(),
+            self._coefficients.c,
+            out,
+            *head.scaling.numbers(),
+            columns.start,
+            *out.shape,
+            head.hidden.shape[1],
+            head.hidden.stride(0),
+            head.weight.stride(0),
+            out.stride(0),
+            ROWS=_TARGET_ROWS,
+            BLOCK=_TARGET_BLOCK,
+            BIAS=head.bias is not None,
+            SOFTCAP=head.scaling.softcap is not None,
+        )
+
+
+def _fp16_multiplier(gradients: RowGradients) -> Tensor:
+    """The power of two that brings the largest possible gradient of the rows to at most 2^15.
+
+    |p (a + b ln p) + c| is at most |a| + |b| / e + |c|. Rows that are not finite do not count.
+    """
+    given = gradients.coefficients
+    bound = given.a.abs()
+    if given.b is not None:
+        bound = bound + given.b.abs() / math.e
+    if given.c is not None:
+        bound = bound + given.c.abs()
+    if gradients.live is not None:
+        bound = torch.where(gradients.live, bound, 0.0)
+    largest = torch.where(bound.isfinite(), bound, 0.0).amax() if bound.numel() else bound.new_ones(())
+    exponent = _LARGEST_EXPONENT - torch.where(largest > 0, largest, 1.0).log2().floor()
+    return exponent.clamp(-120.0, 120.0).exp2()
