@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest test demo benchmark format dist clean
+.PHONY: help setup lint types pytest interpreter test demo benchmark format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -45,7 +45,14 @@ types: $(STAMP) ## mypy
 pytest: $(STAMP) ## the tests alone
 	$(BIN)/python -m pytest $(ARGS)
 
-test: lint types pytest ## lint, types and all tests
+# The kernels of the Triton backend, program by program in numpy: slow, so the core's grid and their own tests.
+# fp64 never goes to them.
+interpreter: $(STAMP) ## the Triton backend's tests in Triton's interpreter, on the CPU
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter tests/unit/test_linear.py \
+	    tests/unit/test_linear_rows.py tests/unit/test_logits.py tests/unit/test_logits_rows.py \
+	    -m "not uninterpreted" -k "not float64" -W ignore::RuntimeWarning:triton $(ARGS)
+
+test: lint types pytest interpreter ## lint, types and all tests
 
 demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \

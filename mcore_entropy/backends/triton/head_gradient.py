@@ -17,7 +17,7 @@ from mcore_entropy.backends.triton.rows import Coefficients
 from mcore_entropy.backends.triton.slices import column_slices
 
 _TARGET_BLOCK, _TARGET_ROWS = 1024, 16
-_KEPT_BLOCK, _KEPT_WARPS = 2048, 8
+_KEPT_BLOCK, _KEPT_WARPS = 4096, 4
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
 
@@ -96,6 +96,7 @@ class HeadGradientTiles:
 
     def _from_kept(self, columns: slice, kept: KeptRows, out: Tensor) -> None:
         rows, width = out.shape
+        tile_width = statistics_tile(self._head.machine).columns
         target_kernels.kept_gradient_kernel[(rows, -(-width // _KEPT_BLOCK))](
             kept.logits.exponents,
             kept.logits.maxima,
@@ -109,9 +110,9 @@ class HeadGradientTiles:
             kept.logits.maxima.stride(0),
             kept.logits.exponents.stride(0),
             out.stride(0),
-            BLOCK=_KEPT_BLOCK,
+            TILES=_KEPT_BLOCK // tile_width,
             LISTED=kept.rows is not None,
-            TILE=statistics_tile(self._head.machine).columns,
+            TILE=tile_width,
             SOFTCAP=self._head.scaling.softcap is not None,
             num_warps=_KEPT_WARPS,
         )

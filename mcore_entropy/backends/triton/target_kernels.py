@@ -85,11 +85,12 @@ def target_gradient_kernel(
 def kept_gradient_kernel(
     exponents, maxima, kept_rows, factor, maximum, log_sum, a, b, out, softcap,
     first, v, maxima_stride, exponents_stride, out_stride,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """`linear_gradient_kernel` from kept logits. TILE columns have a maximum in common."""
     row = tl.program_id(0).to(tl.int64)
-    column = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tile = first // TILE + tl.program_id(1) * TILES + tl.arange(0, TILES)
+    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = column < first + v
     kept_row = row
     if LISTED:
@@ -97,11 +98,12 @@ def kept_gradient_kernel(
     exponent = tl.load(exponents + kept_row * exponents_stride + column, mask=inside, other=0.0).to(
         tl.float32
     )
-    place = maxima + (column // TILE).to(tl.int64) * maxima_stride + kept_row
-    largest = tl.load(place, mask=inside, other=0.0)
-    row_factor = tl.load(factor + row)
+    place = maxima + tile.to(tl.int64) * maxima_stride + kept_row
+    largest = tl.load(place, mask=tile * TILE < first + v, other=0.0)
     # A tile without a finite logit has exponents so low that p is 0.
-    x = exponent / (row_factor * LOG2_E) + tl.where(largest == float("-inf"), 0.0, largest)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    row_factor = tl.load(factor + row)
+    x = exponent / (row_factor * LOG2_E) + largest[:, None]
     result = gradient(
         x, row_factor, tl.load(maximum + row), tl.load(log_sum + row), tl.load(a + row), tl.load(b + row),
         softcap, SOFTCAP,
