@@ -72,48 +72,34 @@ def sums(x, C, CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.con
 
 
 @triton.jit
-def _at_another_maximum(
-    difference, total, centred, squared, exp_squared,
-    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
-):  # fmt: skip
-    """S, T, Q, R relative to another maximum; `difference`: the old one less the new one, as exponent."""
-    factor = tl.exp2(difference)
-    if SQUARED:
-        squared = factor * (squared + difference * (2.0 * centred + difference * total))
-    if CENTRED:
-        centred = factor * (centred + difference * total)
-    if EXP_SQUARED:
-        exp_squared = factor * factor * exp_squared
-    return factor * total, centred, squared, exp_squared
-
-
-@triton.jit
 def rescaled(
     maximum, larger, C, total, centred, squared, exp_squared,
     CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
 ):  # fmt: skip
     """S, T, Q, R relative to a larger maximum than the one they came with."""
     difference = _cut(tl.where(maximum == larger, 0.0, (maximum - larger) * C))
-    return _at_another_maximum(
-        difference, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
-    )
+    ratio = tl.exp2(difference)
+    if SQUARED:
+        squared = ratio * (squared + difference * (2.0 * centred + difference * total))
+    if CENTRED:
+        centred = ratio * (centred + difference * total)
+    if EXP_SQUARED:
+        exp_squared = ratio * ratio * exp_squared
+    return ratio * total, centred, squared, exp_squared
 
 
 @triton.jit
-def natural(
-    maximum, factor, total, centred, squared, exp_squared,
-    CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
-):  # fmt: skip
-    """Maximum of z, and S, T, Q, R relative to it in natural units, from those of x.
+def target_z(x, maximum, factor):
+    """z of a target whose transformed logit is x, in a row whose largest is `maximum`.
 
-    The maximum of z is a rounded product: the sums are taken relative to the number as it was rounded.
+    Each z is a rounded product, and their difference would have the errors of both: so the target's is the
+    maximum's, rounded, and the distance from there. Cut at the maximum: the head sums a target's products in
+    another order than the tile's, and no probability is above 1.
     """
-    of_z = maximum * factor
-    cut_off = tl.where(tl.abs(maximum) == float("inf"), 0.0, tl.fma(maximum, factor, -of_z))
-    total, centred, squared, exp_squared = _at_another_maximum(
-        cut_off * LOG2_E, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
-    )
-    return of_z, total, centred * LN_2, squared * (LN_2 * LN_2), exp_squared
+    largest = maximum * factor
+    z = tl.where(factor == 1.0, x, largest + (x - maximum) * factor)
+    z = tl.where(x >= maximum, largest, z)
+    return tl.where(x == _MINUS_INFINITY, _MINUS_INFINITY, z)
 
 
 @triton.jit

@@ -48,17 +48,19 @@ def _statistics(head: HeadOperands, wanted: Wanted, keep: KeptLogits | None) -> 
     if kept_columns < columns:
         _statistics_of(head, slice(kept_columns, columns), tile, partials, wanted, None)
     sums = partials.new_empty(partials.shape[0], n)
+    largest_x = partials.new_empty(n)
     row_kernels.merge_kernel[(-(-n // _MERGED_ROWS),)](
         partials,
         head.scaling.factor,
         sums,
+        largest_x,
         n,
         tiles,
         ROWS=_MERGED_ROWS,
         TILES=_MERGED_TILES,
         **sum_flags(wanted),
     )
-    return named_sums(sums, wanted, _target_logit(head, sums[0]) if wanted.target else None)
+    return named_sums(sums, wanted, _target_logit(head, largest_x) if wanted.target else None)
 
 
 def _statistics_of(
@@ -97,15 +99,15 @@ def _statistics_of(
     )
 
 
-def _target_logit(head: HeadOperands, maximum: Tensor) -> Tensor:
-    out = torch.empty_like(maximum)
+def _target_logit(head: HeadOperands, largest_x: Tensor) -> Tensor:
+    out = torch.empty_like(largest_x)
     target_kernels.target_logit_kernel[(out.shape[0],)](
         head.hidden,
         head.weight,
         head.bias,
         head.inputs.target,
         head.scaling.factor,
-        maximum,
+        largest_x,
         out,
         *head.scaling.numbers(),
         head.weight.shape[0],

@@ -8,13 +8,14 @@ import triton
 import triton.language as tl
 
 from mcore_entropy.backends.triton.arithmetic import (
+    LN_2,
     LOG2_E,
     gradient,
-    natural,
     rescaled,
     slope,
     store_sums,
     sums,
+    target_z,
     transformed,
 )
 
@@ -57,18 +58,16 @@ def logits_statistics_kernel(
         squared += squared1
         exp_squared += exp_squared1
         maximum = larger
-    of_z, total, centred, squared, exp_squared = natural(
-        maximum, row_factor, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
-    )
     store_sums(
-        out + row, n, row < n, of_z, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
-    )
+        out + row, n, row < n, maximum * row_factor,
+        total, centred * LN_2, squared * (LN_2 * LN_2), exp_squared, CENTRED, SQUARED, EXP_SQUARED,
+    )  # fmt: skip
     if TARGET:
         column = tl.load(target + row)
         here = (column >= 0) & (column < v)
         raw = tl.load(values + column * column_stride, mask=here, other=0.0).to(tl.float32)
         x = transformed(raw, scale, softcap, SOFTCAP)
-        tl.store(target_logit + row, tl.where(here, x * row_factor, 0.0))
+        tl.store(target_logit + row, tl.where(here, target_z(x, maximum, row_factor), 0.0))
 
 
 @triton.jit
@@ -106,11 +105,14 @@ def logits_gradient_kernel(
 
 @triton.jit
 def merge_kernel(
-    partials, factor, out, n, tiles,
+    partials, factor, out, largest_x, n, tiles,
     ROWS: tl.constexpr, TILES: tl.constexpr,
     CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
 ):  # fmt: skip
-    """partials [sums, tiles, n] of the head's tiles to out [sums, n] in natural units, in a fixed order."""
+    """partials [sums, tiles, n] of the head's tiles to out [sums, n] in natural units, in a fixed order.
+
+    largest_x: [n], the maximum before the factor.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < n
     row_factor = tl.load(factor + row, mask=inside, other=1.0)
@@ -153,9 +155,8 @@ def merge_kernel(
         squared += tl.sum(squared1, 0)
         exp_squared += tl.sum(exp_squared1, 0)
         maximum = larger
-    of_z, total, centred, squared, exp_squared = natural(
-        maximum, row_factor, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
-    )
+    tl.store(largest_x + row, maximum, mask=inside)
     store_sums(
-        out + row, n, inside, of_z, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
-    )
+        out + row, n, inside, maximum * row_factor,
+        total, centred * LN_2, squared * (LN_2 * LN_2), exp_squared, CENTRED, SQUARED, EXP_SQUARED,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ n rows, H hidden size; target[r] is a column of weight [v, H], or outside [0, v)
 import triton
 import triton.language as tl
 
-from mcore_entropy.backends.triton.arithmetic import LOG2_E, gradient, slope, transformed
+from mcore_entropy.backends.triton.arithmetic import LOG2_E, gradient, slope, target_z, transformed
 
 
 @triton.jit
@@ -29,15 +29,11 @@ def _target_x(
 
 @triton.jit
 def target_logit_kernel(
-    hidden, weight, bias, target, factor, maximum, out, scale, softcap,
+    hidden, weight, bias, target, factor, largest_x, out, scale, softcap,
     v, H, hidden_stride, weight_stride,
     BLOCK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """out [n]: z of the target, 0 where that is not here.
-
-    Its products are summed in another order than the matrix product's: cut at the row's maximum, it gives no
-    probability above 1.
-    """
+    """out [n]: z of the target, 0 where that is not here. largest_x: [n], the row's maximum of x."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(target + row)
     z = 0.0
@@ -46,9 +42,7 @@ def target_logit_kernel(
             hidden, weight, bias, row, column, H, hidden_stride, weight_stride, scale, softcap,
             BLOCK, BIAS, SOFTCAP,
         )  # fmt: skip
-        z = x * tl.load(factor + row)
-        largest = tl.load(maximum + row)
-        z = tl.where(z > largest, largest, z)
+        z = target_z(x, tl.load(largest_x + row), tl.load(factor + row))
     tl.store(out + row, z)
 
 
