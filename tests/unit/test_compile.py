@@ -24,6 +24,7 @@ from mcore_entropy.functional.ops.logits import logits_backward, logits_forward
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import METRICS, Wanted
 from tests.comparison import assert_same_bits
+from tests.conftest import build_tables_of_dynamo
 from tests.unit.cases import N, dtype_name, leaf, make_linear, make_logits, make_target, make_upstream
 
 COLUMNS = 37
@@ -44,8 +45,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _dynamo_knows_torch() -> None:
-    """It looks torch's functions up once: before tests/conftest.py puts others in the place of some."""
-    torch.compile(lambda: None, backend="eager")()
+    build_tables_of_dynamo()  # before every test gets other functions in the place of some
 
 
 def entropy(x: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
