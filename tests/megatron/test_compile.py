@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,8 +39,7 @@ def compare(options: TinyGPT) -> None:
             assert_same_bits(ours.gradients[name], gradient, f"gradient of {name}, fusion {fusion}")
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_compiled_output_layer(sequence_parallel: bool) -> None:
-    options = TinyGPT(tensor_parallel=2, sequence_parallel=sequence_parallel, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("sequence_parallel", "tied"), [(False, False), (True, True)])
+def test_compiled_output_layer(sequence_parallel: bool, tied: bool) -> None:
+    options = TinyGPT(tensor_parallel=2, sequence_parallel=sequence_parallel, tied=tied, dtype=torch.bfloat16)
     run_ranks(2, compare, options)
-    run_ranks(2, compare, replace(options, tied=True))

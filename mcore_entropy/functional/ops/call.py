@@ -24,7 +24,9 @@ from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import Normalizer, Wanted
 
 # A CUDA graph cannot hold the host sync that leaving rows out costs. Older torch has no such tag.
-TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+OP_OPTIONS: dict[str, Any] = (
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+)
 
 
 class Call(NamedTuple):

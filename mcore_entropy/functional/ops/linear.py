@@ -25,7 +25,7 @@ from mcore_entropy.functional.linear_passes import (
 from mcore_entropy.functional.main_grad import WeightGradient, main_grad_of
 from mcore_entropy.functional.ops.call import (
     CALL_SCHEMA,
-    TAGS,
+    OP_OPTIONS,
     UPSTREAM_SCHEMA,
     Call,
     Upstream,
@@ -99,7 +99,7 @@ def linear_statistics_op(
     "mcore_entropy::linear_forward",
     mutates_args=(),
     schema=f"({_OPERANDS_SCHEMA}, {_HEAD_SCHEMA.format('')}, {CALL_SCHEMA}) -> Tensor[]",
-    tags=TAGS,
+    **OP_OPTIONS,
 )
 @without_autocast
 def linear_forward(*arguments: Any) -> list[Tensor]:
@@ -130,7 +130,7 @@ def _(*arguments: Any) -> list[Tensor]:
         f"({_OPERANDS_SCHEMA}, {_HEAD_SCHEMA.format('(a!)')}, {CALL_SCHEMA}, {UPSTREAM_SCHEMA}, "
         f"{_NEEDED_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     ),
-    tags=TAGS,
+    **OP_OPTIONS,
 )
 @without_autocast
 def linear_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from mcore_entropy.functional.logits_passes import (
 )
 from mcore_entropy.functional.ops.call import (
     CALL_SCHEMA,
-    TAGS,
+    OP_OPTIONS,
     UPSTREAM_SCHEMA,
     Call,
     Upstream,
@@ -57,7 +57,7 @@ def logits_statistics_op(
     "mcore_entropy::logits_forward",
     mutates_args=(),
     schema=f"(Tensor logits, {CALL_SCHEMA}) -> Tensor[]",
-    tags=TAGS,
+    **OP_OPTIONS,
 )
 @without_autocast
 def logits_forward(logits: Tensor, *arguments: Any) -> list[Tensor]:
@@ -75,7 +75,7 @@ def _(logits: Tensor, *arguments: Any) -> list[Tensor]:
     "mcore_entropy::logits_backward",
     mutates_args=(),
     schema=f"(Tensor logits, {CALL_SCHEMA}, {UPSTREAM_SCHEMA}) -> Tensor",
-    tags=TAGS,
+    **OP_OPTIONS,
 )
 @without_autocast
 def logits_backward(logits: Tensor, *arguments: Any) -> Tensor:
