@@ -17,7 +17,8 @@ class Execution:
             and the vocabulary; None lets the backend choose. Buffers of [chunk, H], and [V/tp, H] for the
             weight's gradient, come on top.
         logits_budget_mib: MiB of logits that the fused head may keep for its backward instead of computing
-            them again; 0 keeps none. A backend that cannot keep logits refuses any other value.
+            them again; 0 keeps none. A backend that cannot keep logits refuses any other value, and so
+            does a compiled model in training.
         compact_rows: leave masked rows, and in backward rows without an upstream gradient, out of the
             products. It costs one host sync in a forward with a mask and one in backward; False
             computes them all and costs none.

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Private, and the only way from a name to its group.
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined, unused-ignore]
+
 from mcore_entropy.statistics import PartialStatistics
 
 
@@ -44,6 +47,18 @@ class TensorParallelGroup:
                 f"{tp_group!r}; dist.new_group gives ranks outside the group a placeholder, not a group"
             )
         return TensorParallelGroup(tp_group, rank=dist.get_rank(tp_group), size=dist.get_world_size(tp_group))
+
+    @staticmethod
+    def named(name: str | None) -> TensorParallelGroup:
+        """The group of this `name`; an unsharded vocabulary for None."""
+        if name is None:
+            return TensorParallelGroup(None, rank=0, size=1)
+        return TensorParallelGroup.resolve(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
+
+    @property
+    def name(self) -> str | None:
+        """What `named` finds the group by."""
+        return None if self.process_group is None else self.process_group.group_name
 
 
 def _megatron_group() -> dist.ProcessGroup | None:

@@ -38,6 +38,11 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return wrapper
 
 
+def build_tables_of_dynamo() -> None:
+    """Let torch.compile look torch's own functions up, which it does once, while they are torch's own."""
+    torch.compile(torch.is_grad_enabled, backend="eager")()
+
+
 @contextlib.contextmanager
 def poisoned_buffers() -> Iterator[None]:
     """torch.empty, empty_like, empty_strided and Tensor.new_empty give NaN.

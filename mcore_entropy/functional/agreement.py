@@ -19,13 +19,16 @@ from mcore_entropy.parallel import TensorParallelGroup, VocabShard, checks_enabl
 
 @contextmanager
 def errors_on_every_rank(group: TensorParallelGroup) -> Iterator[None]:
-    """With checks on, a ValueError that one rank meets inside is raised on all of them."""
+    """With checks on, a ValueError that one rank meets inside is raised on all of them.
+
+    Dynamo traces this around the little that is checked outside an op, which is the same on all ranks.
+    """
     error: ValueError | None = None
     try:
         yield
     except ValueError as raised:
         error = raised
-    if group.size > 1 and checks_enabled():
+    if group.size > 1 and checks_enabled() and not torch.compiler.is_compiling():
         messages = _gather(None if error is None else str(error), group)
         if error is None and any(messages):
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)

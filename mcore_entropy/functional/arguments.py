@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_entropy.backends.interface import RowInputs
+from mcore_entropy.execution import Execution
 from mcore_entropy.parallel import VocabShard, checks_enabled
 from mcore_entropy.statistics import LogitTransform, positive_or_nan, statistics_dtype
 
@@ -159,6 +160,24 @@ def _check_shape(name: str, value: Tensor, shape: torch.Size, shape_source: str)
             f"{name}: expected shape {tuple(shape)}, one value a token of {shape_source}, got "
             f"{tuple(value.shape)}{hint}"
         )
+
+
+def checked_execution(execution: Execution | None) -> Execution:
+    """The options given, or the defaults for None."""
+    if execution is None:
+        return Execution()
+    if not isinstance(execution, Execution):
+        raise ValueError(f"execution: expected an Execution or None, got {execution!r}")
+    return execution
+
+
+def checked_transform(transform: LogitTransform | None) -> LogitTransform:
+    """The transform given, or one that changes nothing for None."""
+    if transform is None:
+        return LogitTransform()
+    if not isinstance(transform, LogitTransform):
+        raise ValueError(f"transform: expected a LogitTransform or None, got {transform!r}")
+    return transform
 
 
 def checked_chunk_size(chunk_size: int | None, default: int) -> int:

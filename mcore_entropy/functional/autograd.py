@@ -59,15 +59,15 @@ def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[
 
 
 def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Switch autocast off inside a Function's forward or backward, for the device of its first tensor."""
+    """Switch autocast off inside a Function's or an op's code, for the device of its first tensor."""
 
     @functools.wraps(method)
-    def wrapped(ctx: Any, *args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
         if not torch.amp.is_autocast_available(device):
-            return method(ctx, *args)
+            return method(*args)
         with torch.autocast(device_type=device, enabled=False):
-            return method(ctx, *args)
+            return method(*args)
 
     return wrapped
 

@@ -6,7 +6,7 @@ they are computed in forward, and again in backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from mcore_entropy.backends.interface import KeptLogits
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.functional.arguments import FLOATS, check_tensor
 from mcore_entropy.functional.autograd import (
     first_derivative_only,
     named_outputs,
@@ -25,35 +24,19 @@ from mcore_entropy.functional.autograd import (
     save_for_backward,
     without_autocast,
 )
-from mcore_entropy.functional.chunked import TokenGradients, forward_in_chunks, rows_to_compute
-from mcore_entropy.functional.head_gradients import HeadGradients, add_gradients, by_columns_is_smaller
-from mcore_entropy.functional.local_head import LocalHead, StatisticsOfHead
-from mcore_entropy.functional.main_grad import WeightGradient
-from mcore_entropy.functional.problem import Keywords, Problem
+from mcore_entropy.functional.linear_passes import (
+    HeadOperands,
+    LinearForward,
+    LinearOptions,
+    Needed,
+    backward_linear,
+    forward_linear,
+)
+from mcore_entropy.functional.main_grad import WeightGradient, main_grad_of, placeholder_gradient
+from mcore_entropy.functional.ops.linear import linear_statistics_op
+from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.parallel import TensorParallelGroup
-from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted, statistics_dtype
-
-
-def default_chunk_size(device: torch.device) -> int:
-    """Tokens of one reduction when chunk_size is None: enough rows for matrix products at full speed."""
-    return 2048 if device.type == "cpu" else 8192
-
-
-@dataclass(frozen=True)
-class LinearOptions:
-    """What the fused head takes beside the keywords that all functions share.
-
-    Attributes:
-        autocast_dtype: what both operands are cast to first, None for no cast.
-        trained: whether a backward can follow, for which logits may be kept.
-    """
-
-    transform: LogitTransform | None = None
-    sequence_parallel: bool = False
-    tp_group: dist.ProcessGroup | None = None
-    accumulate_into_main_grad: bool = False
-    autocast_dtype: torch.dtype | None = None
-    trained: bool = False
+from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted
 
 
 class _LinearLogProbsAndEntropy(torch.autograd.Function):
@@ -74,53 +57,17 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         options: LinearOptions,
         keywords: Keywords,
     ) -> tuple[Tensor | None, ...]:
-        autocast_dtype = options.autocast_dtype
         group = TensorParallelGroup.resolve(options.tp_group)
-        with errors_on_every_rank(group):
-            _check_operands(hidden, weight, bias, autocast_dtype)
-            sections = group.size if options.sequence_parallel else 1
-            shape = hidden.shape[:-1]
-            if sections > 1:
-                if len(shape) == 0:
-                    raise ValueError("hidden: expected [s/tp, ..., H] with sequence_parallel, got [H]")
-                shape = torch.Size((shape[0] * sections, *shape[1:]))
-            problem, tokens = keywords.resolve(
-                group,
-                columns=weight.shape[0],
-                shape=shape,
-                shape_source=(
-                    f"hidden {tuple(hidden.shape)} with sequence_parallel={options.sequence_parallel} over "
-                    f"{group.size} rank(s)"
-                ),
-                device=hidden.device,
-                dtype=autocast_dtype or hidden.dtype,
-                default_chunk_size=default_chunk_size(hidden.device),
-                sections=sections,
-                transform=options.transform,
-            )
-            ctx.weight_gradient = WeightGradient(weight, options.accumulate_into_main_grad)
-        facts = {
-            "hidden": f"{tuple(hidden.shape)} {hidden.dtype}, needs a gradient: {hidden.requires_grad}",
-            "sequence_parallel": options.sequence_parallel,
-            "autocast": autocast_dtype,
-            "weight": f"{weight.dtype}, bias: {bias is not None}",
-        }
-        keywords.verify_agreement(problem, tokens, facts)
-
-        ctx.hidden_dtype = hidden.dtype
-        if autocast_dtype is not None:
-            hidden, weight = hidden.to(autocast_dtype), weight.to(autocast_dtype)
-        head = LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-        like = hidden.new_empty(0, dtype=statistics_dtype(hidden.dtype))
-        chunks = rows_to_compute(problem, tokens.mask, problem.forward_chunks(tokens.mask is not None))
-        kept = None
-        if options.trained and problem.execution.logits_budget_mib:
-            count = sum(rows.count for rows in chunks)
-            kept = problem.backend.kept_logits(count, problem.shard.counted, hidden, problem.execution)
-        results = forward_in_chunks(problem, tokens, chunks, like, StatisticsOfHead(head, kept))
+        forward = forward_linear(HeadOperands(hidden, weight, bias), group, options, keywords)
+        kept = forward.kept
         logits_kept = (None, None) if kept is None else (kept.exponents, kept.maxima)
-        save_for_backward(ctx, (hidden, weight, bias, *logits_kept), problem, tokens, results)
-        return outputs_of(ctx, problem, results)
+        save_for_backward(
+            ctx, (*forward.operands, *logits_kept), forward.problem, forward.tokens, forward.results
+        )
+        ctx.hidden_dtype = hidden.dtype
+        ctx.weight = weight  # as given: its own dtype, and what Megatron hangs on the parameter
+        ctx.accumulate_into_main_grad = options.accumulate_into_main_grad
+        return outputs_of(ctx, forward.problem, forward.results)
 
     @staticmethod
     @without_autocast
@@ -135,35 +82,26 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return None, None, None, None, None
         (hidden, weight, bias, exponents, maxima), tokens, results = restore_for_backward(ctx, saved)
-        needs_hidden, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
-        problem: Problem = ctx.problem
-        head = LocalHead(problem, hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-        dtype = statistics_dtype(hidden.dtype)
-
-        per_token = TokenGradients.of(problem, tokens, results, grad_log_probs, grad_entropy)
-        to_weight: WeightGradient = ctx.weight_gradient
-        by_columns = (
-            needs_weight and to_weight.sum_costs_memory(dtype) and by_columns_is_smaller(head, needs_hidden)
+        forward = LinearForward(
+            ctx.problem,
+            tokens,
+            results,
+            HeadOperands(hidden, weight, bias),
+            None if exponents is None else KeptLogits(exponents, maxima),
         )
-        weight_sum = None
-        if needs_weight:
-            weight_sum = to_weight.stored(problem.shard.counted) if by_columns else to_weight.summed(dtype)
-        gradients = HeadGradients(
-            head,
-            hidden=torch.empty_like(head.hidden, dtype=ctx.hidden_dtype) if needs_hidden else None,
-            weight=weight_sum,
-            bias=torch.zeros_like(bias, dtype=dtype) if needs_bias else None,
-            kept=None if exponents is None else KeptLogits(exponents, maxima),
-            mask=tokens.mask,
+        needed = Needed(*ctx.needs_input_grad[:3])
+        main_grad = main_grad_of(ctx.weight) if ctx.accumulate_into_main_grad else None
+        gradients = backward_linear(
+            forward,
+            needed,
+            ctx.hidden_dtype,
+            WeightGradient(ctx.weight, main_grad),
+            grad_log_probs,
+            grad_entropy,
         )
-        add_gradients(gradients, per_token, by_columns)
-        return (
-            None if gradients.hidden is None else gradients.hidden.view(hidden.shape),
-            None if weight_sum is None else to_weight.result(weight_sum.gradient),
-            None if gradients.bias is None else gradients.bias.to(bias.dtype),
-            None,
-            None,
-        )
+        if needed.weight and main_grad is not None:
+            gradients = gradients._replace(weight=placeholder_gradient(ctx.weight))
+        return *gradients, None, None
 
 
 def linear_log_probs_and_entropy(
@@ -247,6 +185,8 @@ def fused_head(
         autocast_dtype=_autocast_dtype(hidden),
         trained=torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in operands),
     )
+    if torch.compiler.is_compiling():
+        return linear_statistics_op(HeadOperands(hidden, weight, bias), options, keywords)
     outputs = _LinearLogProbsAndEntropy.apply(*operands, options, keywords)
     return named_outputs(keywords.wanted.metrics, outputs)
 
@@ -259,29 +199,3 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def _check_operands(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast_dtype: torch.dtype | None
-) -> None:
-    check_tensor("hidden", hidden, FLOATS, None)
-    check_tensor("weight", weight, FLOATS, hidden.device)
-    if hidden.dim() == 0:
-        raise ValueError("hidden: expected shape [*, H], got a tensor without dimensions")
-    if hidden.shape[-1] == 0:
-        raise ValueError(f"hidden: expected [*, H] with H of at least 1, got shape {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight: expected shape [V/tp, {hidden.shape[-1]}] for hidden states {tuple(hidden.shape)}, got "
-            f"{tuple(weight.shape)}; an FSDP-sharded weight is only whole inside its module's forward"
-        )
-    # Autocast leaves fp64 alone, so it makes no pair of fp64 and something else equal.
-    cast = autocast_dtype is not None and weight.dtype != torch.float64
-    if not cast and weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"weight: expected hidden's dtype {hidden.dtype}, got {weight.dtype}; cast one, or use autocast"
-        )
-    if bias is not None:
-        check_tensor("bias", bias, FLOATS, hidden.device)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected shape ({weight.shape[0]},), got {tuple(bias.shape)}")

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_entropy.backends.interface import LogitRows, RowInputs, TokenSelection
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.functional.arguments import FLOATS, check_tensor
 from mcore_entropy.functional.autograd import (
     first_derivative_only,
     named_outputs,
@@ -25,16 +23,12 @@ from mcore_entropy.functional.autograd import (
     save_for_backward,
     without_autocast,
 )
-from mcore_entropy.functional.chunked import (
-    Rows,
-    TokenGradients,
-    TokenResults,
-    forward_in_chunks,
-    rows_to_compute,
-)
-from mcore_entropy.functional.problem import Keywords, Problem
+from mcore_entropy.functional.chunked import TokenResults
+from mcore_entropy.functional.logits_passes import LogitsForward, backward_logits, forward_logits
+from mcore_entropy.functional.ops.logits import logits_entropy_op, logits_statistics_op
+from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.parallel import TensorParallelGroup
-from mcore_entropy.statistics import PartialStatistics, TokenStatistics, Wanted, statistics_dtype
+from mcore_entropy.statistics import TokenStatistics, Wanted
 
 
 class VocabParallelEntropy(torch.autograd.Function):
@@ -62,15 +56,7 @@ class VocabParallelEntropy(torch.autograd.Function):
         chunk_size: int | None = None,
         execution: Execution | None = None,
     ) -> Tensor:
-        keywords = Keywords(
-            mask=mask,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            vocab_start_index=vocab_start_index,
-            chunk_size=chunk_size,
-            execution=execution,
-            wanted=Wanted(target=False),
-        )
+        keywords = _entropy_keywords(mask, temperature, vocab_size, vocab_start_index, chunk_size, execution)
         results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
         entropy = own_output(ctx.problem, results.entropy)
         assert entropy is not None
@@ -144,10 +130,9 @@ def vocab_parallel_entropy(
 
     Collectives and what is saved for backward: see `VocabParallelEntropy`, with all tokens as one chunk.
     """
-    entropy: Tensor = VocabParallelEntropy.apply(
+    return _entropy(
         vocab_parallel_logits, mask, temperature, vocab_size, vocab_start_index, tp_group, None, execution
     )
-    return entropy
 
 
 def vocab_parallel_entropy_with_chunking(
@@ -166,7 +151,7 @@ def vocab_parallel_entropy_with_chunking(
     The token axis is cut whatever the layout, inside one autograd Function, so that nothing is kept per chunk
     in training either. The other arguments, the result and the errors are those of `vocab_parallel_entropy`.
     """
-    entropy: Tensor = VocabParallelEntropy.apply(
+    return _entropy(
         vocab_parallel_logits,
         mask,
         temperature,
@@ -176,7 +161,6 @@ def vocab_parallel_entropy_with_chunking(
         chunk_size,
         execution,
     )
-    return entropy
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -234,43 +218,64 @@ def vocab_parallel_log_probs_and_entropy(
         execution=execution,
         wanted=wanted,
     )
+    if torch.compiler.is_compiling():
+        return logits_statistics_op(vocab_parallel_logits, tp_group, keywords)
     return named_outputs(
         wanted.metrics, _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
+    )
+
+
+def _entropy(
+    vocab_parallel_logits: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    vocab_size: int | None,
+    vocab_start_index: int | None,
+    tp_group: dist.ProcessGroup | None,
+    chunk_size: int | None,
+    execution: Execution | None,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        keywords = _entropy_keywords(mask, temperature, vocab_size, vocab_start_index, chunk_size, execution)
+        return logits_entropy_op(vocab_parallel_logits, tp_group, keywords)
+    entropy: Tensor = VocabParallelEntropy.apply(
+        vocab_parallel_logits,
+        mask,
+        temperature,
+        vocab_size,
+        vocab_start_index,
+        tp_group,
+        chunk_size,
+        execution,
+    )
+    return entropy
+
+
+def _entropy_keywords(
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    vocab_size: int | None,
+    vocab_start_index: int | None,
+    chunk_size: int | None,
+    execution: Execution | None,
+) -> Keywords:
+    return Keywords(
+        mask=mask,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        vocab_start_index=vocab_start_index,
+        chunk_size=chunk_size,
+        execution=execution,
+        wanted=Wanted(target=False),
     )
 
 
 def _forward(
     ctx: Any, logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
 ) -> TokenResults:
-    group = TensorParallelGroup.resolve(tp_group)
-    with errors_on_every_rank(group):
-        check_tensor("vocab_parallel_logits", logits, FLOATS, None)
-        if logits.dim() == 0:
-            raise ValueError("vocab_parallel_logits: expected shape [*, V/tp], got a number")
-        shape = logits.shape[:-1]
-        problem, tokens = keywords.resolve(
-            group,
-            columns=logits.shape[-1],
-            shape=shape,
-            shape_source=f"vocab_parallel_logits {tuple(logits.shape)}",
-            device=logits.device,
-            dtype=logits.dtype,
-            default_chunk_size=max(shape.numel(), 1),
-        )
-    keywords.verify_agreement(problem, tokens, {"vocab_parallel_logits": logits.dtype})
-    rows_of_logits = LogitRows(logits[..., : problem.shard.counted])
-
-    def local_statistics(rows: Rows, inputs: RowInputs) -> PartialStatistics:
-        selection = TokenSelection(rows.chunk.start, rows.chunk.stop, rows.kept)
-        return problem.backend.logits_statistics(
-            rows_of_logits, selection, inputs, problem.wanted, problem.execution
-        )
-
-    like = logits.new_empty(0, dtype=statistics_dtype(logits.dtype))
-    chunks = rows_to_compute(problem, tokens.mask, problem.forward_chunks(tokens.mask is not None))
-    results = forward_in_chunks(problem, tokens, chunks, like, local_statistics)
-    save_for_backward(ctx, (logits,), problem, tokens, results)
-    return results
+    forward = forward_logits(logits, TensorParallelGroup.resolve(tp_group), keywords)
+    save_for_backward(ctx, (logits,), forward.problem, forward.tokens, forward.results)
+    return forward.results
 
 
 def _backward(
@@ -279,24 +284,5 @@ def _backward(
     if grad_log_probs is None and grad_entropy is None:
         return None
     (logits,), tokens, results = restore_for_backward(ctx, saved)
-    problem: Problem = ctx.problem
-    counted = problem.shard.counted
-    rows_of_logits = LogitRows(logits[..., :counted])
-    gradient = logits.new_empty(rows_of_logits.tokens, logits.shape[-1])
-    gradient[:, counted:] = 0
-
-    per_token = TokenGradients.of(problem, tokens, results, grad_log_probs, grad_entropy)
-    for rows in rows_to_compute(problem, per_token.live, problem.chunks()):
-        if rows.dropped is not None:
-            gradient.index_fill_(0, rows.dropped + rows.chunk.start, 0)
-        inputs, gradients = per_token.rows(rows.of)
-        problem.backend.logits_gradient(
-            rows_of_logits,
-            TokenSelection(rows.chunk.start, rows.chunk.stop, rows.kept),
-            inputs,
-            gradients,
-            gradient[:, :counted],
-            problem.execution,
-        )
-    result: Tensor = gradient.view(logits.shape)
-    return result
+    forward = LogitsForward(ctx.problem, tokens, results)
+    return backward_logits(logits, forward, grad_log_probs, grad_entropy)

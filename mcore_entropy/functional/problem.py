@@ -12,7 +12,12 @@ from mcore_entropy.backends import select
 from mcore_entropy.backends.interface import Backend
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.agreement import check_agreement, check_shards
-from mcore_entropy.functional.arguments import TokenArguments, checked_chunk_size
+from mcore_entropy.functional.arguments import (
+    TokenArguments,
+    checked_chunk_size,
+    checked_execution,
+    checked_transform,
+)
 from mcore_entropy.parallel import TensorParallelGroup, TokenChunk, VocabShard, token_chunks
 from mcore_entropy.statistics import LogitTransform, Wanted
 
@@ -79,11 +84,8 @@ class Keywords:
         Raises:
             ValueError: a keyword does not fit the logits or hidden states that the other arguments describe.
         """
-        execution = Execution() if self.execution is None else self.execution
-        if not isinstance(execution, Execution):
-            raise ValueError(f"execution: expected an Execution or None, got {execution!r}")
-        if transform is not None and not isinstance(transform, LogitTransform):
-            raise ValueError(f"transform: expected a LogitTransform or None, got {transform!r}")
+        execution = checked_execution(self.execution)
+        checked_transform(transform)
         if self.wanted.target and self.target is None:
             raise ValueError(
                 "target: expected a tensor of labels, got None; for the entropy alone, without a "

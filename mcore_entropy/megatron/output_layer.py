@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.functional.linear import LinearOptions, fused_head
+from mcore_entropy.functional.linear import fused_head
+from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.parallel import TensorParallelGroup

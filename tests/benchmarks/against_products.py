@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 import mcore_entropy as me
-from mcore_entropy.functional.linear import LinearOptions, fused_head
+from mcore_entropy.functional.linear import fused_head
+from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import Wanted
 from tests.benchmarks.timing import interleaved

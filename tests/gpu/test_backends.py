@@ -16,7 +16,8 @@ from torch import Tensor
 import mcore_entropy as me
 from mcore_entropy import backends
 from mcore_entropy.backends.pytorch.backend import gradient_operand
-from mcore_entropy.functional.linear import LinearOptions, fused_head
+from mcore_entropy.functional.linear import fused_head
+from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.statistics import Wanted
 from tests import reference as ref

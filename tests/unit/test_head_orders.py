@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mcore_entropy as me
-from mcore_entropy.functional import linear
 from mcore_entropy.functional.head_gradients import HeadGradients
+from mcore_entropy.functional.linear_passes import default_chunk_size
 from tests.unit.cases import check_linear, dtype_name, make_linear, make_target
 
 half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
@@ -87,5 +87,5 @@ def test_a_first_pass_prepared_for_all_rows_is_dropped_when_some_are_left_out(
 
 
 def test_default_chunks() -> None:
-    assert linear.default_chunk_size(torch.device("cpu")) == 2048
-    assert linear.default_chunk_size(torch.device("cuda")) == 8192
+    assert default_chunk_size(torch.device("cpu")) == 2048
+    assert default_chunk_size(torch.device("cuda")) == 8192
