@@ -129,6 +129,21 @@ def test_logits_layouts(layout: str, dtype: torch.dtype, compact: bool) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    """fullgraph=True, forward and backward, to the bit."""
+    inputs = make(torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(me.linear_log_probs_and_entropy, fullgraph=True, backend=backend)
+    expected = run(*inputs)
+    leaves = [x.detach().requires_grad_() for x in inputs[:2]]
+    result = compiled(*leaves, inputs[2])
+    torch.autograd.backward([result.log_probs, result.entropy], inputs[3])
+    ours = [result.log_probs.detach(), result.entropy.detach(), *(x.grad for x in leaves)]
+    for (name, value), found in zip(expected.items(), ours, strict=True):
+        assert_same_bits(found, value, name)
+
+
 @pytest.fixture
 def stream() -> Iterator[torch.cuda.Stream]:
     side = torch.cuda.Stream()

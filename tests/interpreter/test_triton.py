@@ -105,6 +105,16 @@ def test_kept_logits(budget_tiles: int, masked: bool, monkeypatch: pytest.Monkey
     assert kept_columns == [min(budget_tiles * 64, COLUMNS)]
 
 
+def test_one_column() -> None:
+    """The target's logit is summed in another order than the tile's: 8 ulp of z, and never above 0."""
+    hidden, weight, _ = make_linear(torch.float16, columns=1)
+    result = me.linear_log_probs_and_entropy(hidden, weight, torch.zeros(24, dtype=torch.long))
+    z = (hidden.double() @ weight.double().t()).abs().max()
+    assert not result.entropy.any()
+    assert bool((result.log_probs <= 0).all())
+    assert bool((result.log_probs.abs() <= 8 * 2**-23 * z).all())
+
+
 def test_nothing_is_kept_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, target = inputs()
     monkeypatch.setattr(head_statistics, "kept_logits", lambda *_: pytest.fail("logits were kept"))
