@@ -1,6 +1,6 @@
 """The fused head under tensor parallelism, beside the products of one rank's shard, and beside verl's kernel.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.tensor_parallel [--peers]
+    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.tensor_parallel [--peers] [--shapes N,H,V ...]
 
 A whole step is forward, backward and the hidden gradient's reduction; V is the whole vocabulary. Times are
 rank 0's, taken in turn (tests/benchmarks/timing.py).
@@ -97,11 +97,15 @@ def measure(shape: tuple[int, int, int], peers: bool, rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", action="store_true", help="time verl's kernel too")
+    parser.add_argument("--shapes", nargs="+", help="N,H,V each")
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    for shape in SHAPES:
+    shapes = SHAPES
+    if options.shapes:
+        shapes = tuple(tuple(int(x) for x in spec.split(",")) for spec in options.shapes)
+    for shape in shapes:
         text = measure(shape, options.peers, options.rounds)
         if dist.get_rank() == 0:
             print(text, flush=True)

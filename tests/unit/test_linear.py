@@ -217,7 +217,7 @@ def test_no_tokens(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    # The bias's gradient is a sum of tile entries of both signs: of rounded ones, it is off by more than this.
+    # The bias's gradient is a sum of entries of both signs: rounded ones are off by more than this.
     [1e-4, 1.0, pytest.param(2e5, marks=pytest.mark.uninterpreted("fp32 tiles only"))],
 )
 def test_half_precision_gradients_neither_vanish_nor_overflow(size: float) -> None:
