@@ -1,6 +1,6 @@
 """The fused head under tensor parallelism, beside the products of one rank's shard, and beside verl's kernel.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.tensor_parallel [--peers] [--shapes N,H,V ...]
+    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.tensor_parallel [--peers] [--shapes ...]
 
 A whole step is forward, backward and the hidden gradient's reduction; V is the whole vocabulary. Times are
 rank 0's, taken in turn (tests/benchmarks/timing.py).
