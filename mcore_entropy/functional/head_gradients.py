@@ -99,15 +99,16 @@ class HeadGradients:
         """
         under_way: list[_Reduction] = []
         for number, chunks in enumerate(passes):
-            if self.head.problem.group.size == 1:  # nothing runs, and the sums' memory is free for the next
-                self._finish(under_way)
-                under_way = []
             if number or prepared is None:
                 prepared = Pass(self, chunks, tokens)
             started = self._run(prepared)
             prepared = None
             self._finish(under_way)
             under_way = started
+            del started
+            if self.head.problem.group.size == 1:  # nothing runs, and the sums' memory is free for the next
+                self._finish(under_way)
+                under_way = []
         self._finish(under_way)
 
     def _run(self, of: Pass) -> list[_Reduction]:

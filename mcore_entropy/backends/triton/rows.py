@@ -13,7 +13,7 @@ from mcore_entropy.backends.triton import row_kernels
 from mcore_entropy.statistics import PartialStatistics, Wanted
 
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 4096, 4
-_GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 4
+_GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 4
 
 
 def sum_flags(wanted: Wanted) -> dict[str, bool]:
