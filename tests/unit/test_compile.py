@@ -230,7 +230,8 @@ def test_no_grad(backend: str) -> None:
         assert_same_bits(ours, eager)
 
 
-def test_dynamic_number_of_tokens_compiles_once() -> None:
+def test_a_number_of_tokens_compiles_nothing_again() -> None:
+    """torch 2.11 compiles once more for the second number, newer ones only for the first."""
     backend = CompileCounterWithBackend("aot_eager")
 
     def step(h: Tensor, w: Tensor, x: Tensor, target: Tensor, mask: Tensor, temperature: Tensor) -> Tensor:
@@ -242,6 +243,7 @@ def test_dynamic_number_of_tokens_compiles_once() -> None:
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     _, weight, _ = make_linear(torch.float32, columns=COLUMNS)
+    compiled_so_far = []
     for rows in (24, 17, 5, 31):
         hidden, _, _ = make_linear(torch.float32, rows=rows, columns=COLUMNS)
         inputs = [leaf(x) for x in (hidden, weight, make_logits(COLUMNS, torch.float32, rows=rows))]
@@ -250,7 +252,9 @@ def test_dynamic_number_of_tokens_compiles_once() -> None:
         found, expected = (torch.autograd.grad(f(*inputs, *rest).sum(), inputs) for f in (compiled, step))
         for ours, eager in zip(found, expected, strict=True):
             assert_same_bits(ours, eager)
-    assert backend.frame_count == 1
+        compiled_so_far.append(backend.frame_count)
+    assert compiled_so_far[1:] == compiled_so_far[1:2] * 3
+    assert compiled_so_far[1] <= 2
 
 
 def test_no_token_at_all() -> None:

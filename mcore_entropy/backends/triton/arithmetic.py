@@ -123,12 +123,12 @@ def store_sums(
 
 
 @triton.jit
-def gradient(x, factor, maximum, log_sum, a, b, softcap, SOFTCAP: tl.constexpr):
-    """p (a + b ln p) times the softcap's slope, for ln p = (z - maximum) - log_sum; x is broadcast with all.
+def gradient(x, z, maximum, log_sum, a, b, softcap, SOFTCAP: tl.constexpr):
+    """p (a + b ln p) times the softcap's slope, for ln p = (z - maximum) - log_sum; all are broadcast.
 
     Maximum and logarithm stay two numbers, as `mcore_entropy.statistics.Normalizer` says.
     """
-    log2_p = _cut((x * factor - maximum) * LOG2_E - log_sum * LOG2_E)
+    log2_p = _cut((z - maximum) * LOG2_E - log_sum * LOG2_E)
     result = tl.exp2(log2_p) * (a + (b * LN_2) * log2_p)
     if SOFTCAP:
         result *= slope(x, softcap)

@@ -150,7 +150,7 @@ def linear_gradient_kernel(
         constant = tl.load(a + rows, mask=inside, other=0.0)
         linear = tl.load(b + rows, mask=inside, other=0.0)
         tile_gradient = gradient(
-            x, row_factor[:, None], largest[:, None], logarithm[:, None], constant[:, None], linear[:, None],
-            softcap, SOFTCAP,
+            x, x * row_factor[:, None], largest[:, None], logarithm[:, None], constant[:, None],
+            linear[:, None], softcap, SOFTCAP,
         )  # fmt: skip
         _store(out, tile_gradient.to(OUT), row, column, n, v, out_stride, BM, BN, TMA)

@@ -15,7 +15,6 @@ from mcore_entropy.backends.triton.arithmetic import (
     slope,
     store_sums,
     sums,
-    target_z,
     transformed,
 )
 
@@ -26,14 +25,18 @@ def logits_statistics_kernel(
     BLOCK: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr, TARGET: tl.constexpr,
     CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
 ):  # fmt: skip
-    """One read of a row: out [sums, n] in natural units, and z of the target, 0 where that is not here."""
+    """One read of a row: out [sums, n] in natural units, and z of the target, 0 where that is not here.
+
+    To be compiled without fused multiply-adds, like the gradient: every z is then the same rounded number in
+    both, and in eager.
+    """
     row = tl.program_id(0) + tl.arange(0, 1)
     if LISTED:
         values = logits + tl.load(starts + row)
     else:
         values = logits + row.to(tl.int64) * row_stride
     row_factor = tl.load(factor + row)
-    C = row_factor * LOG2_E
+    C = tl.full((1,), LOG2_E, tl.float32)
     maximum = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     centred = tl.zeros((1,), tl.float32)
@@ -44,8 +47,8 @@ def logits_statistics_kernel(
         raw = tl.load(
             values[:, None] + column.to(tl.int64) * column_stride, mask=column < v, other=float("-inf")
         )
-        x = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP)
-        block_maximum, total1, centred1, squared1, exp_squared1, _ = sums(x, C, CENTRED, SQUARED, EXP_SQUARED)
+        z = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP) * row_factor
+        block_maximum, total1, centred1, squared1, exp_squared1, _ = sums(z, C, CENTRED, SQUARED, EXP_SQUARED)
         larger = tl.maximum(maximum, block_maximum)
         total, centred, squared, exp_squared = rescaled(
             maximum, larger, C, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
@@ -59,15 +62,15 @@ def logits_statistics_kernel(
         exp_squared += exp_squared1
         maximum = larger
     store_sums(
-        out + row, n, row < n, maximum * row_factor,
+        out + row, n, row < n, maximum,
         total, centred * LN_2, squared * (LN_2 * LN_2), exp_squared, CENTRED, SQUARED, EXP_SQUARED,
     )  # fmt: skip
     if TARGET:
         column = tl.load(target + row)
         here = (column >= 0) & (column < v)
         raw = tl.load(values + column * column_stride, mask=here, other=0.0).to(tl.float32)
-        x = transformed(raw, scale, softcap, SOFTCAP)
-        tl.store(target_logit + row, tl.where(here, target_z(x, maximum, row_factor), 0.0))
+        z = transformed(raw, scale, softcap, SOFTCAP) * row_factor
+        tl.store(target_logit + row, tl.where(here, z, 0.0))
 
 
 @triton.jit
@@ -90,7 +93,7 @@ def logits_gradient_kernel(
     largest = tl.load(maximum + row)
     logarithm = tl.load(log_sum + row)
     result = gradient(
-        x, tl.load(factor + row), largest, logarithm, tl.load(a + row), tl.load(b + row),
+        x, x * tl.load(factor + row), largest, logarithm, tl.load(a + row), tl.load(b + row),
         softcap, SOFTCAP,
     )  # fmt: skip
     if TARGET:

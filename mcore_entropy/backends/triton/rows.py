@@ -127,6 +127,7 @@ def logits_statistics(
             TARGET=wanted.target,
             **sum_flags(wanted),
             num_warps=_STATISTICS_WARPS,
+            enable_fp_fusion=False,
         )
     return named_sums(sums, wanted, target_logit)
 
@@ -160,6 +161,7 @@ def logits_gradient(
         SOFTCAP=scaling.softcap is not None,
         TARGET=coefficients.c is not None,
         num_warps=_GRADIENT_WARPS,
+        enable_fp_fusion=False,
     )
 
 

@@ -65,7 +65,7 @@ def target_gradient_kernel(
                 BLOCK, BIAS, SOFTCAP,
             )  # fmt: skip
             result = gradient(
-                x, tl.load(factor + row), tl.load(maximum + row), tl.load(log_sum + row),
+                x, x * tl.load(factor + row), tl.load(maximum + row), tl.load(log_sum + row),
                 tl.load(a + row), tl.load(b + row), softcap, SOFTCAP,
             )  # fmt: skip
             of_target = tl.load(c + row)
@@ -99,7 +99,7 @@ def kept_gradient_kernel(
     row_factor = tl.load(factor + row)
     x = exponent / (row_factor * LOG2_E) + largest[:, None]
     result = gradient(
-        x, row_factor, tl.load(maximum + row), tl.load(log_sum + row), tl.load(a + row), tl.load(b + row),
+        x, x * row_factor, tl.load(maximum + row), tl.load(log_sum + row), tl.load(a + row), tl.load(b + row),
         softcap, SOFTCAP,
     )  # fmt: skip
     tl.store(out + row * out_stride + (column - first), result.to(out.dtype.element_ty), mask=inside)

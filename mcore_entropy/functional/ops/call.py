@@ -151,7 +151,7 @@ def fake_outputs(call: Call, shape: tuple[int, ...], like: Tensor, dtype: torch.
 def results_of(call: Call, outputs: list[Tensor]) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
     """log_probs, entropy and the metrics out of an op's outputs; dynamo traces this."""
     log_probs = outputs[0] if call.log_probs else None
-    entropy = outputs[call.log_probs] if call.entropy else None
+    entropy = outputs[1 if call.log_probs else 0] if call.entropy else None
     first = call.log_probs + call.entropy
     names = call.metric_names()
     return log_probs, entropy, dict(zip(names, outputs[first : first + len(names)], strict=True))
