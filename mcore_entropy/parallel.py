@@ -224,7 +224,7 @@ class OrderedStatisticsReduction:
         self._partial = partial
         self._group = group
         mine = torch.stack(list(partial.present().values()))
-        everyone = mine.new_empty(group.size, *mine.shape)
+        everyone = mine.new_empty(group.size * mine.shape[0], mine.shape[1])
         work = dist.all_gather_into_tensor(everyone, mine, group=group.process_group, async_op=True)
         self._everyone = Pending(everyone, work)
 
@@ -232,9 +232,10 @@ class OrderedStatisticsReduction:
         """Nothing to start: there is one collective."""
 
     def result(self) -> PartialStatistics:
+        names = list(self._partial.present())
         first, *others = (
-            PartialStatistics(**dict(zip(self._partial.present(), rank, strict=True)))
-            for rank in self._everyone.result().unbind(0)
+            PartialStatistics(**dict(zip(names, rank, strict=True)))
+            for rank in self._everyone.result().view(self._group.size, len(names), -1).unbind(0)
         )
         for other in others:
             first = first.merge(other)
