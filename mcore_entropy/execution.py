@@ -12,10 +12,12 @@ class Execution:
     """Frozen options of one call; the same on every rank of the group.
 
     Args:
-        backend: ``"auto"`` chooses by the tensor's device; a name (``"torch"``) insists on that backend.
-        workspace_mib: bound in MiB on the tiles of logits that exist at once, whatever the number of tokens
-            and the vocabulary; None lets the backend choose. Buffers of [chunk, H], and [V/tp, H] for the
-            weight's gradient, come on top.
+        backend: ``"auto"`` chooses by the tensor's device and dtype: ``"triton"`` on an NVIDIA GPU of compute
+            capability 8.0 or newer, ``"torch"`` otherwise and for fp64. A name insists on that backend.
+        workspace_mib: bound in MiB on the tiles of logits, or of their gradient, that exist at once, whatever
+            the number of tokens and the vocabulary; None is 256, on the CPU 12. On top comes an fp32 sum for
+            hidden's gradient, of a chunk [n, H] or, where there is no fp32 memory for the weight's gradient
+            either and N is below V/tp, of all tokens [N, H]; else one for the weight's, [V/tp, H].
         logits_budget_mib: MiB of logits that the fused head may keep for its backward instead of computing
             them again; 0 keeps none. A backend that cannot keep logits refuses any other value, and so
             does a compiled model in training.
