@@ -115,6 +115,7 @@ class HeadGradientTiles:
             TILE=tile_width,
             SOFTCAP=self._head.scaling.softcap is not None,
             num_warps=_KEPT_WARPS,
+            enable_fp_fusion=True,
         )
 
     def _add_targets(self, columns: slice, out: Tensor) -> None:
@@ -139,6 +140,7 @@ class HeadGradientTiles:
             BLOCK=_TARGET_BLOCK,
             BIAS=head.bias is not None,
             SOFTCAP=head.scaling.softcap is not None,
+            enable_fp_fusion=True,
         )
 
 

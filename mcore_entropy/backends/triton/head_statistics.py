@@ -59,6 +59,7 @@ def _statistics(head: HeadOperands, wanted: Wanted, keep: KeptLogits | None) -> 
         ROWS=_MERGED_ROWS,
         TILES=_MERGED_TILES,
         **sum_flags(wanted),
+        enable_fp_fusion=True,
     )
     return named_sums(sums, wanted, _target_logit(head, largest_x) if wanted.target else None)
 
@@ -117,6 +118,7 @@ def _target_logit(head: HeadOperands, largest_x: Tensor) -> Tensor:
         BLOCK=_TARGET_BLOCK,
         BIAS=head.bias is not None,
         SOFTCAP=head.scaling.softcap is not None,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -59,6 +59,7 @@ class HeadOperands:
             SOFTCAP=self.scaling.softcap is not None,
             UPCAST=self.machine.interpreted,
             num_warps=tile.warps,
+            enable_fp_fusion=True,
             num_stages=tile.stages,
         )
 
