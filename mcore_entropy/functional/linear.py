@@ -192,17 +192,14 @@ def fused_head(
     return named_outputs(keywords.wanted.metrics, outputs)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_autocast(device_type: str) -> bool:
-    """A constant to torch.compile, which before torch 2.13 cannot trace the question."""
-    return torch.amp.is_autocast_available(device_type)
-
-
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     """What autocast, where it is on, would have `torch.nn.functional.linear` cast its operands to."""
     if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64:
         return None
     device_type = hidden.device.type
-    if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
+    # Before torch 2.13, torch.compile cannot trace the first question. What it compiles for has autocast.
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device_type):
+        return None
+    if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
