@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_entropy.backends.interface import KeptRows, RowGradients, RowInputs
 from mcore_entropy.backends.triton import head_kernels, target_kernels
 from mcore_entropy.backends.triton.machine import gradient_tile, statistics_tile
-from mcore_entropy.backends.triton.operands import HeadOperands, describable, source
+from mcore_entropy.backends.triton.operands import HeadProduct, describable, source
 from mcore_entropy.backends.triton.rows import Coefficients
 from mcore_entropy.backends.triton.slices import column_slices
 
@@ -35,7 +35,7 @@ class HeadGradientTiles:
         kept: KeptRows | None,
         workspace: int,
     ) -> None:
-        self._head = HeadOperands.of(hidden, weight, bias, inputs, gradients.live)
+        self._head = HeadProduct.of(hidden, weight, bias, inputs, gradients.live)
         self._kept = kept
         multiplier, self.factor = None, None
         if hidden.dtype == torch.float16:

@@ -8,7 +8,7 @@ from torch import Tensor
 from mcore_entropy.backends.interface import KeptLogits, RowInputs
 from mcore_entropy.backends.triton import head_kernels, row_kernels, target_kernels
 from mcore_entropy.backends.triton.machine import Tile, machine, statistics_tile
-from mcore_entropy.backends.triton.operands import HeadOperands, describable, source
+from mcore_entropy.backends.triton.operands import HeadProduct, describable, source
 from mcore_entropy.backends.triton.rows import named_sums, sum_count, sum_flags
 from mcore_entropy.statistics import PartialStatistics, Wanted
 
@@ -30,12 +30,12 @@ def linear_statistics(
     parts = [PartialStatistics.empty(0, wanted, like)]
     for start in range(0, hidden.shape[0], _MOST_ROWS):
         rows = slice(start, min(start + _MOST_ROWS, hidden.shape[0]))
-        head = HeadOperands.of(hidden[rows], weight, bias, inputs.block(rows))
+        head = HeadProduct.of(hidden[rows], weight, bias, inputs.block(rows))
         parts.append(_statistics(head, wanted, None if keep is None else keep.block(rows.start, rows.stop)))
     return parts[1] if len(parts) == 2 else PartialStatistics.concatenated(parts)
 
 
-def _statistics(head: HeadOperands, wanted: Wanted, keep: KeptLogits | None) -> PartialStatistics:
+def _statistics(head: HeadProduct, wanted: Wanted, keep: KeptLogits | None) -> PartialStatistics:
     n, columns = head.hidden.shape[0], head.weight.shape[0]
     tile = statistics_tile(head.machine)
     tiles = -(-columns // tile.columns)
@@ -65,7 +65,7 @@ def _statistics(head: HeadOperands, wanted: Wanted, keep: KeptLogits | None) -> 
 
 
 def _statistics_of(
-    head: HeadOperands, columns: slice, tile: Tile, partials: Tensor, wanted: Wanted, keep: KeptLogits | None
+    head: HeadProduct, columns: slice, tile: Tile, partials: Tensor, wanted: Wanted, keep: KeptLogits | None
 ) -> None:
     """Partials of the columns, which start at a tile's first."""
     weight = head.weight[columns]
@@ -100,7 +100,7 @@ def _statistics_of(
     )
 
 
-def _target_logit(head: HeadOperands, largest_x: Tensor) -> Tensor:
+def _target_logit(head: HeadProduct, largest_x: Tensor) -> Tensor:
     out = torch.empty_like(largest_x)
     target_kernels.target_logit_kernel[(out.shape[0],)](
         head.hidden,

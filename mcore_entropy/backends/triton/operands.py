@@ -25,7 +25,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class HeadOperands:
+class HeadProduct:
     """The operands of one product, hidden [n, H] and weight [v, H], bias [v], with the rows' scaling."""
 
     hidden: Tensor
@@ -38,11 +38,11 @@ class HeadOperands:
     @staticmethod
     def of(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, inputs: RowInputs, live: Tensor | None = None
-    ) -> HeadOperands:
+    ) -> HeadProduct:
         hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
         bias = None if bias is None else bias.contiguous()
         scaling = Scaling.of(inputs, hidden.shape[0], hidden.device, live)
-        return HeadOperands(hidden, weight, bias, inputs, scaling, machine(hidden.device))
+        return HeadProduct(hidden, weight, bias, inputs, scaling, machine(hidden.device))
 
     @property
     def tma(self) -> bool:
