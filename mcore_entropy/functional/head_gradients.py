@@ -46,26 +46,6 @@ def by_columns_is_smaller(head: LocalHead, hidden_wanted: bool) -> bool:
     return tokens * per_token <= columns * 4
 
 
-def add_gradients(gradients: HeadGradients, tokens: TokenGradients, by_columns: bool) -> None:
-    """The whole backward of the head, over the rows that a gradient flows into.
-
-    Which those are, the host knows only once the device has come so far: meanwhile it prepares the first pass
-    as if it were all rows, which it often is, so that the device does not wait for it afterwards.
-    """
-    problem = gradients.head.problem
-    every_row = [Rows(chunk) for chunk in problem.chunks()]
-    if not every_row:
-        return
-    prepared = None
-    if problem.sections == 1:  # otherwise preparing is a collective
-        prepared = Pass(gradients, every_row if by_columns else every_row[:1], tokens)
-    chunks = rows_to_compute(problem, tokens.live, problem.chunks())
-    passes = [chunks] if by_columns else [[rows] for rows in chunks]
-    if any(rows.kept is not None for rows in passes[0]):
-        prepared = None
-    gradients.add(passes, tokens, prepared)
-
-
 @dataclass(frozen=True)
 class _Reduction:
     """A chunk's hidden gradient on its way to be complete."""
@@ -92,21 +72,33 @@ class HeadGradients:
     kept: KeptLogits | None = None
     mask: Tensor | None = None
 
-    def add(self, passes: list[list[Rows]], tokens: TokenGradients, prepared: Pass | None = None) -> None:
-        """Work through the chunks; a pass's reductions run while the next pass's products do.
+    def add(self, tokens: TokenGradients, by_columns: bool) -> None:
+        """The whole backward of the head, over the rows that a gradient flows into.
 
-        `prepared`: the first pass, if it was made before it was known which rows it takes.
+        Which those are, the host knows only once the device has come so far: meanwhile it prepares the first
+        pass as if it were all rows, which it often is, so that the device does not wait for it afterwards.
+        A pass's reductions run while the next pass's products do.
         """
+        problem = self.head.problem
+        every_row = [Rows(chunk) for chunk in problem.chunks()]
+        if not every_row:
+            return
+        prepared = None
+        if problem.sections == 1:  # otherwise preparing is a collective
+            prepared = Pass(self, every_row if by_columns else every_row[:1], tokens)
+        chunks = rows_to_compute(problem, tokens.live, problem.chunks())
+        passes = [chunks] if by_columns else [[rows] for rows in chunks]
+        if any(rows.kept is not None for rows in passes[0]):
+            prepared = None
         under_way: list[_Reduction] = []
-        for number, chunks in enumerate(passes):
-            if number or prepared is None:
-                prepared = Pass(self, chunks, tokens)
-            started = self._run(prepared)
+        for chunks_of_pass in passes:
+            # Nothing may hold on to a pass: its memory is for the next.
+            started = self._run(prepared or Pass(self, chunks_of_pass, tokens))
             prepared = None
             self._finish(under_way)
             under_way = started
             del started
-            if self.head.problem.group.size == 1:  # nothing runs, and the sums' memory is free for the next
+            if problem.group.size == 1:  # nothing runs beside the next pass
                 self._finish(under_way)
                 under_way = []
         self._finish(under_way)

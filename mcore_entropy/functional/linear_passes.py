@@ -21,7 +21,7 @@ from mcore_entropy.functional.chunked import (
     forward_in_chunks,
     rows_to_compute,
 )
-from mcore_entropy.functional.head_gradients import HeadGradients, add_gradients, by_columns_is_smaller
+from mcore_entropy.functional.head_gradients import HeadGradients, by_columns_is_smaller
 from mcore_entropy.functional.local_head import LocalHead, StatisticsOfHead
 from mcore_entropy.functional.main_grad import WeightGradient, main_grad_of
 from mcore_entropy.functional.problem import Keywords, Problem
@@ -205,7 +205,7 @@ def backward_linear(
         kept=forward.kept,
         mask=tokens.mask,
     )
-    add_gradients(gradients, per_token, by_columns)
+    gradients.add(per_token, by_columns)
     return Gradients(
         of_hidden,
         None if weight_sum is None else to_weight.finished(weight_sum.gradient),

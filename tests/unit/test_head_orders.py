@@ -5,11 +5,14 @@ Legend: N tokens, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 import mcore_entropy as me
-from mcore_entropy.functional.head_gradients import HeadGradients
+from mcore_entropy.functional import head_gradients
+from mcore_entropy.functional.head_gradients import HeadGradients, Pass
 from mcore_entropy.functional.linear_passes import default_chunk_size
 from tests.unit.cases import check_linear, dtype_name, make_linear, make_target
 
@@ -20,13 +23,13 @@ half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dty
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Of each backward, the rows of each chunk of each pass."""
     seen: list[list[int]] = []
-    add = HeadGradients.add
+    run = HeadGradients._run
 
-    def watch(self: HeadGradients, passes, tokens, prepared=None) -> None:
-        seen.extend([rows.count for rows in chunks] for chunks in passes)
-        add(self, passes, tokens, prepared)
+    def watch(self: HeadGradients, of: Pass) -> object:
+        seen.append([rows.count for rows in of.chunks])
+        return run(self, of)
 
-    monkeypatch.setattr(HeadGradients, "add", watch)
+    monkeypatch.setattr(HeadGradients, "_run", watch)
     return seen
 
 
@@ -72,18 +75,35 @@ def test_a_first_pass_prepared_for_all_rows_is_dropped_when_some_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the second chunk only: the first is used as it was prepared."""
-    used = []
-    add = HeadGradients.add
-    monkeypatch.setattr(
-        HeadGradients,
-        "add",
-        lambda self, p, t, prepared=None: (used.append(prepared), add(self, p, t, prepared)),
-    )
+    made: list[int] = []
+
+    class Counted(Pass):
+        def __init__(self, *arguments: object) -> None:
+            made.append(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(head_gradients, "Pass", Counted)
     hidden, weight, _ = make_linear(torch.float32, rows=80)
-    for left_out, prepared in ((50, True), (10, False)):
+    for left_out, passes_made in ((50, 2), (10, 3)):
+        made.clear()
         mask = torch.arange(80) != left_out
         check_linear(hidden, weight, make_target((80,), 517), mask=mask, chunk_size=40)
-        assert (used.pop() is not None) == prepared
+        assert len(made) == passes_made
+
+
+def test_a_pass_is_freed_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Pass]] = []
+
+    class Watched(Pass):
+        def __init__(self, *arguments: object) -> None:
+            assert all(other() is None for other in alive)
+            alive.append(weakref.ref(self))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(head_gradients, "Pass", Watched)
+    hidden, weight, _ = make_linear(torch.float32, rows=80)
+    check_linear(hidden, weight, make_target((80,), 517), chunk_size=20)
+    assert len(alive) == 4
 
 
 def test_default_chunks() -> None:
