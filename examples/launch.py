@@ -123,16 +123,17 @@ def run(program: Callable[[World], int]) -> NoReturn:
         try:
             code = program(here)
         except UserMistake as mistake:
+            sentence = f"{os.path.basename(sys.argv[0])}: error: {mistake}"
             if here.rank == 0:
-                tell(f"{os.path.basename(sys.argv[0])}: error: {mistake}")
+                print(sentence, file=sys.stderr, flush=True)
+            for_torchrun(sentence)  # every rank: torchrun shows the one that ended first
             here.meet()
             code = 2
     sys.exit(code)
 
 
-def tell(sentence: str) -> None:
-    """Prints it, and has torchrun repeat it at the end of what it writes about any process that fails."""
-    print(sentence, file=sys.stderr, flush=True)
+def for_torchrun(sentence: str) -> None:
+    """Has torchrun repeat it at the end of what it writes about any process that fails."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         with open(error_file, "w", encoding="utf-8") as file:
