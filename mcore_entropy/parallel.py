@@ -155,9 +155,10 @@ class TokenChunk:
         return TokenChunk(self.stop, stop, self.sections, self.tokens_per_section)
 
     def take(self, per_token: Tensor) -> Tensor:
-        """This chunk's rows of [N], as [n]; a view where there is one section."""
+        """This chunk's rows of [N], as [n], contiguous; a view where there is one section."""
         sections = per_token.view(self.sections, self.tokens_per_section)
-        return sections[:, self.start : self.stop].reshape(-1)
+        # Not reshape: one row a section is a view with the stride of a section, and kernels expect stride 1.
+        return sections[:, self.start : self.stop].contiguous().view(-1)
 
     def put(self, per_token: Tensor, values: Tensor) -> None:
         """Write [n] to this chunk's rows of [N]."""

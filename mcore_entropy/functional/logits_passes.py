@@ -45,7 +45,7 @@ def resolve_logits(
     if logits.dim() == 0:
         raise ValueError("vocab_parallel_logits: expected shape [*, V/tp], got a number")
     shape = logits.shape[:-1]
-    return keywords.resolve(
+    problem, tokens = keywords.resolve(
         group,
         columns=logits.shape[-1],
         shape=shape,
@@ -54,6 +54,12 @@ def resolve_logits(
         dtype=logits.dtype,
         default_chunk_size=max(shape.numel(), 1),
     )
+    if problem.execution.logits_budget_mib:
+        raise ValueError(
+            "execution.logits_budget_mib: expected 0 for logits that exist already, got "
+            f"{problem.execution.logits_budget_mib}; it is an option of the fused head"
+        )
+    return problem, tokens
 
 
 def forward_logits(logits: Tensor, group: TensorParallelGroup, keywords: Keywords) -> LogitsForward:

@@ -105,6 +105,41 @@ def test_kept_logits(budget_tiles: int, masked: bool, monkeypatch: pytest.Monkey
     assert kept_columns == [min(budget_tiles * 64, COLUMNS)]
 
 
+@pytest.mark.parametrize("budget", [0, 1])
+def test_dead_rows_whose_logits_are_nan(budget: int) -> None:
+    """Without compaction they are computed; their gradient is 0, and reaches nobody else."""
+    hidden, weight, bias, target = inputs()
+    mask = torch.arange(ROWS) % 3 != 0
+    hidden[0], hidden[3] = torch.nan, torch.inf
+    temperature = torch.where(torch.arange(ROWS) == 6, 0.0, 0.7)
+    execution = me.Execution(backend="triton", logits_budget_mib=budget, compact_rows=False)
+    _, found = check_linear(
+        hidden, weight, target, bias=bias, mask=mask, temperature=temperature, execution=execution
+    )
+    assert not found["hidden"][~mask].any()
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_a_tile_that_is_minus_infinity(budget: int) -> None:
+    """Beside logits that are far below 0 themselves."""
+    hidden, weight, bias, target = inputs()
+    bias = torch.full_like(bias, -20.0)
+    bias[:64] = -torch.inf
+    execution = me.Execution(backend="triton", logits_budget_mib=budget)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    result = me.linear_log_probs_and_entropy(
+        *leaves, target.clamp(min=64), bias=bias, temperature=1e-3, execution=execution
+    )
+    (result.log_probs.sum() + result.entropy.sum()).backward()
+    assert all(bool(x.grad.isfinite().all()) for x in leaves)
+    assert not leaves[1].grad[:64].any()
+
+
+def test_given_logits_keep_none() -> None:
+    with pytest.raises(ValueError, match="expected 0 for logits that exist already"):
+        me.vocab_parallel_entropy(torch.zeros(2, 5).half(), execution=me.Execution(logits_budget_mib=1))
+
+
 def test_one_column() -> None:
     """The target's logit is summed in another order than the tile's: 8 ulp of z, and never above 0."""
     hidden, weight, _ = make_linear(torch.float16, columns=1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mcore_entropy as me
+from mcore_entropy.backends.pytorch import backend as pytorch_backend
 from tests import reference as ref
 from tests.comparison import VALUES, assert_same_bits, assert_within_eager
 from tests.unit.cases import (
@@ -223,3 +224,10 @@ def test_infinite_logits_stay_infinite_under_a_softcap(dtype: torch.dtype, infin
     ours, _ = check_linear(hidden, weight, target, bias=bias, softcap=5.0)
     assert ours.entropy is not None
     assert bool(ours.entropy.isnan().all()) == (infinity == INF)
+
+
+def test_a_tile_without_rows_has_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows masked, on a device that multiplies half precision: fp16 tiles are scaled by their largest."""
+    monkeypatch.setattr(pytorch_backend, "multiplies_halves", lambda device: True)
+    operand, factor = pytorch_backend.gradient_operand(torch.zeros(0, 5), torch.float16)
+    assert operand.shape == (0, 5) and operand.dtype == torch.float16 and factor is None

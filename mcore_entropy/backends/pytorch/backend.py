@@ -190,7 +190,7 @@ def gradient_operand(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     """
     if dtype not in HALF or not multiplies_halves(gradient.device):
         return gradient, None
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 or not gradient.numel():
         return gradient.to(dtype), None
     # Of the finite entries: a row of NaN must not decide the scale, and overflow, of its neighbours.
     largest = torch.where(gradient.isfinite(), gradient, 0.0).abs().amax()

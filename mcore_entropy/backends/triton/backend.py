@@ -29,7 +29,11 @@ _FEWEST_COLUMNS = 1024
 
 
 class TritonBackend:
-    """See `mcore_entropy.backends.interface.Backend`."""
+    """See `mcore_entropy.backends.interface.Backend`.
+
+    Triton launches on the current device, so a forward makes the tensors' device the current one; in a
+    backward, autograd has done that.
+    """
 
     name = "triton"
 
@@ -48,7 +52,8 @@ class TritonBackend:
         wanted: Wanted,
         execution: Execution,
     ) -> PartialStatistics:
-        return rows.logits_statistics(logits, tokens, inputs, wanted)
+        with torch.cuda.device_of(logits.whole):
+            return rows.logits_statistics(logits, tokens, inputs, wanted)
 
     def logits_gradient(
         self,
@@ -74,10 +79,11 @@ class TritonBackend:
         if not weight.shape[0]:  # a shard that is all padding
             like = torch.empty(0, dtype=torch.float32, device=hidden.device)
             return PartialStatistics.empty(hidden.shape[0], wanted, like)
-        if hidden.dtype in HALF:
-            return head_statistics.linear_statistics(hidden, weight, bias, inputs, wanted, keep)
         workspace = execution.workspace_bytes(_WORKSPACE_MIB)
-        return wide.linear_statistics(hidden, weight, bias, inputs, wanted, workspace)
+        with torch.cuda.device_of(hidden):
+            if hidden.dtype in HALF:
+                return head_statistics.linear_statistics(hidden, weight, bias, inputs, wanted, keep)
+            return wide.linear_statistics(hidden, weight, bias, inputs, wanted, workspace)
 
     def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> KeptLogits | None:
         return head_statistics.kept_logits(tokens, columns, like, execution.logits_budget_mib * 2**20)

@@ -73,8 +73,9 @@ class HeadProduct:
 
 
 def describable(matrix: Tensor) -> bool:
-    """Whether the copy engine can address it: 16-byte aligned rows."""
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    """Whether the copy engine can address it: 16-byte aligned rows, none over another."""
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return aligned and matrix.stride(0) >= matrix.shape[1]
 
 
 def source(matrix: Tensor, rows: int, columns: int, tma: bool) -> Tensor | TensorDescriptor:

@@ -94,12 +94,14 @@ def kept_gradient_kernel(
     )
     place = maxima + tile.to(tl.int64) * maxima_stride + kept_row
     largest = tl.load(place, mask=tile * TILE < first + v, other=0.0)
-    # A tile without a finite logit has exponents so low that p is 0.
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
     row_factor = tl.load(factor + row)
+    # A tile without a finite logit has the maximum -inf, and so all its x.
     x = exponent / (row_factor * LOG2_E) + largest[:, None]
+    of_row = tl.load(maximum + row)
+    logarithm = tl.load(log_sum + row)
     result = gradient(
-        x, x * row_factor, tl.load(maximum + row), tl.load(log_sum + row), tl.load(a + row), tl.load(b + row),
-        softcap, SOFTCAP,
-    )  # fmt: skip
+        x, x * row_factor, of_row, logarithm, tl.load(a + row), tl.load(b + row), softcap, SOFTCAP
+    )
+    # A dead row, whose kept logits may be NaN.
+    result = tl.where((of_row == float("inf")) & (logarithm == 0.0), 0.0, result)
     tl.store(out + row * out_stride + (column - first), result.to(out.dtype.element_ty), mask=inside)
