@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+_LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
 
 
 def multiplies_halves(device: torch.device) -> bool:
     """Whether the device multiplies half-precision matrices straight into fp32."""
     return device.type == "cuda"
+
+
+def fp16_scale(largest: Tensor) -> Tensor:
+    """The power of two that brings numbers of at most `largest` (one number) to at most 2^15."""
+    exponent = _LARGEST_EXPONENT - torch.where(largest > 0, largest, 1.0).log2().floor()
+    return exponent.clamp(max=120.0).exp2()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

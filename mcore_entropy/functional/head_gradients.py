@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_entropy.backends.interface import GradientTiles, KeptLogits, KeptRows
 from mcore_entropy.functional.chunked import Rows, TokenGradients, rows_to_compute
-from mcore_entropy.functional.local_head import LocalHead, places_in_kept
+from mcore_entropy.functional.local_head import LocalHead, joined, places_in_kept
 from mcore_entropy.functional.main_grad import WeightSum
 from mcore_entropy.parallel import Pending, start_hidden_reduction
 from mcore_entropy.products import add_product_
@@ -142,7 +142,7 @@ class HeadGradients:
         of_chunks = [
             place[rows.chunk] if rows.kept is None else place[rows.chunk][rows.kept] for rows in chunks
         ]
-        return KeptRows(self.kept, _joined(of_chunks))
+        return KeptRows(self.kept, joined(of_chunks))
 
     def _start(self, rows: Rows, partial: Tensor) -> _Reduction:
         group = self.head.problem.group
@@ -171,7 +171,7 @@ class Pass:
         self.chunks = chunks
         self._head = head
         self._inputs, self._gradients = tokens.rows(
-            lambda per_token: _joined([rows.of(per_token) for rows in chunks])
+            lambda per_token: joined([rows.of(per_token) for rows in chunks])
         )
         self.hidden = head.hidden_of_all(chunks)
         if self._gradients.live is not None:
@@ -203,10 +203,6 @@ class Pass:
             problem.execution,
             None if self._kept is None else self._kept.block(block),
         )
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _places(chunks: list[Rows]) -> Iterator[tuple[Rows, slice]]:

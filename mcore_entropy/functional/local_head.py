@@ -30,8 +30,7 @@ class LocalHead:
         """Those of consecutive chunks together; a view of hidden where no row is left out or gathered."""
         if len(chunks) > 1 and all(rows.kept is None and rows.chunk.sections == 1 for rows in chunks):
             return self.hidden[chunks[0].chunk.start : chunks[-1].chunk.stop]
-        pieces = [self.hidden_of(rows) for rows in chunks]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return joined([self.hidden_of(rows) for rows in chunks])
 
     def hidden_of(self, rows: Rows) -> Tensor:
         """The hidden states of a chunk's rows, [k, H]; chunks come in order.
@@ -54,6 +53,11 @@ class LocalHead:
             shard = self.hidden[chunk.start : chunk.stop]
             self._gathered[chunk.start] = start_gather(shard, self.problem.group)
         return self._gathered[chunk.start]
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Pieces of consecutive chunks together; one alone is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class StatisticsOfHead:

@@ -21,7 +21,7 @@ from mcore_entropy.backends.interface import (
 )
 from mcore_entropy.backends.pytorch.arithmetic import scale_logits_, tile_gradient_, tile_statistics_
 from mcore_entropy.execution import Execution
-from mcore_entropy.products import HALF, multiplies_halves, product
+from mcore_entropy.products import HALF, fp16_scale, multiplies_halves, product
 from mcore_entropy.statistics import PartialStatistics, Wanted, statistics_dtype
 
 _CPU_WORKSPACE_MIB = 12
@@ -33,7 +33,6 @@ _TILES_ALIVE = 3
 # than this lose it. Tiles are a multiple of it wide: cuBLAS has no fast kernels for odd row strides.
 _MOST_ROWS = 2048
 _FEWEST_COLUMNS = 64
-_LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
 
 
 def _cells(device: torch.device, dtype: torch.dtype, execution: Execution) -> int:
@@ -194,8 +193,7 @@ def gradient_operand(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
         return gradient.to(dtype), None
     # Of the finite entries: a row of NaN must not decide the scale, and overflow, of its neighbours.
     largest = torch.where(gradient.isfinite(), gradient, 0.0).abs().amax()
-    exponent = _LARGEST_EXPONENT - torch.where(largest > 0, largest, 1.0).log2().floor()
-    scale = exponent.clamp(max=120.0).exp2()
+    scale = fp16_scale(largest)
     return (gradient * scale).to(dtype), scale.reciprocal()
 
 

@@ -123,6 +123,15 @@ def store_sums(
 
 
 @triton.jit
+def zero_in_dead_rows(result, maximum, log_sum):
+    """0 for a dead row (maximum +inf, logarithm 0), whose logits may be NaN.
+
+    A row with a logit of +inf has that maximum too, but NaN for its logarithm.
+    """
+    return tl.where((maximum == float("inf")) & (log_sum == 0.0), 0.0, result)
+
+
+@triton.jit
 def gradient(x, z, maximum, log_sum, a, b, softcap, SOFTCAP: tl.constexpr):
     """p (a + b ln p) times the softcap's slope, for ln p = (z - maximum) - log_sum; all are broadcast.
 

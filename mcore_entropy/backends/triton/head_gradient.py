@@ -15,11 +15,11 @@ from mcore_entropy.backends.triton.machine import gradient_tile, statistics_tile
 from mcore_entropy.backends.triton.operands import HeadProduct, describable, source
 from mcore_entropy.backends.triton.rows import Coefficients
 from mcore_entropy.backends.triton.slices import column_slices
+from mcore_entropy.products import fp16_scale
 
 _TARGET_BLOCK, _TARGET_ROWS = 1024, 16
 _KEPT_BLOCK, _KEPT_WARPS = 4096, 4
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_LARGEST_EXPONENT = 14  # scaled fp16 gradients reach at most 2^15, half of what fp16 holds
 
 
 class HeadGradientTiles:
@@ -42,14 +42,13 @@ class HeadGradientTiles:
             multiplier = _fp16_multiplier(gradients)
             self.factor = multiplier.reciprocal()
         self._coefficients = Coefficients.of(gradients, multiplier)
-        tile = gradient_tile(self._head.machine)
+        self._tile = gradient_tile(self._head.machine)
         kept_columns = 0 if kept is None else kept.logits.columns
         at_most = max(workspace // (2 * max(hidden.shape[0], 1)), 1)
         self.slices: Sequence[slice] = [
             *column_slices(0, kept_columns, at_most, *hidden.shape, self._head.machine),
             *column_slices(kept_columns, weight.shape[0], at_most, *hidden.shape, self._head.machine),
         ]
-        self._tile = tile
         widest = max((s.stop - s.start for s in self.slices), default=0)
         self._workspace = hidden.new_empty(hidden.shape[0] * (-(-widest // 8) * 8))
 
@@ -158,5 +157,4 @@ def _fp16_multiplier(gradients: RowGradients) -> Tensor:
     if gradients.live is not None:
         bound = torch.where(gradients.live, bound, 0.0)
     largest = torch.where(bound.isfinite(), bound, 0.0).amax() if bound.numel() else bound.new_ones(())
-    exponent = _LARGEST_EXPONENT - torch.where(largest > 0, largest, 1.0).log2().floor()
-    return exponent.clamp(-120.0, 120.0).exp2()
+    return fp16_scale(largest)

@@ -16,6 +16,7 @@ from mcore_entropy.backends.triton.arithmetic import (
     store_sums,
     sums,
     transformed,
+    zero_in_dead_rows,
 )
 
 
@@ -101,8 +102,7 @@ def logits_gradient_kernel(
         if SOFTCAP:
             of_target *= slope(x, softcap)
         result += tl.where(column == tl.load(target + row), of_target, 0.0)
-    # A dead row, whose logits may be NaN; one with a logit of +inf has a NaN for its logarithm.
-    result = tl.where((largest == float("inf")) & (logarithm == 0.0), 0.0, result)
+    result = zero_in_dead_rows(result, largest, logarithm)
     tl.store(result_row + column, result.to(out.dtype.element_ty), mask=column < v)
 
 

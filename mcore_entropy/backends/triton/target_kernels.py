@@ -6,7 +6,14 @@ n rows, H hidden size; target[r] is a column of weight [v, H], or outside [0, v)
 import triton
 import triton.language as tl
 
-from mcore_entropy.backends.triton.arithmetic import LOG2_E, gradient, slope, target_z, transformed
+from mcore_entropy.backends.triton.arithmetic import (
+    LOG2_E,
+    gradient,
+    slope,
+    target_z,
+    transformed,
+    zero_in_dead_rows,
+)
 
 
 @triton.jit
@@ -102,6 +109,5 @@ def kept_gradient_kernel(
     result = gradient(
         x, x * row_factor, of_row, logarithm, tl.load(a + row), tl.load(b + row), softcap, SOFTCAP
     )
-    # A dead row, whose kept logits may be NaN.
-    result = tl.where((of_row == float("inf")) & (logarithm == 0.0), 0.0, result)
+    result = zero_in_dead_rows(result, of_row, logarithm)
     tl.store(out + row * out_stride + (column - first), result.to(out.dtype.element_ty), mask=inside)
