@@ -15,7 +15,8 @@ class Execution:
         backend: ``"auto"`` chooses by the tensor's device and dtype: ``"triton"`` on an NVIDIA GPU of compute
             capability 8.0 or newer, ``"torch"`` otherwise and for fp64. A name insists on that backend.
         workspace_mib: bound in MiB on the tiles of logits, or of their gradient, that exist at once, whatever
-            the number of tokens and the vocabulary; None is 256, on the CPU 12. On top comes an fp32 sum for
+            the number of tokens and the vocabulary; None is 256, on the CPU 12, in the backward of a
+            half-precision head on Triton up to 512 together with hidden's sum. On top comes an fp32 sum for
             hidden's gradient, of a chunk [n, H] or, where there is no fp32 memory for the weight's gradient
             either and N is below V/tp, of all tokens [N, H]; else one for the weight's, [V/tp, H].
         logits_budget_mib: MiB of logits that the fused head may keep for its backward instead of computing

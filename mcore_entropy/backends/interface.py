@@ -287,6 +287,11 @@ class Backend(Protocol):
         inputs: RowInputs,
         gradients: RowGradients,
         execution: Execution,
+        tokens: int,
         kept: KeptRows | None = None,
     ) -> GradientTiles:
-        """The gradient for the same logits; at most `most_rows` rows."""
+        """The gradient for the same logits; at most `most_rows` rows.
+
+        `tokens`: of the whole call, whatever part of them these rows are. The sums that exist beside the
+        tiles grow with it.
+        """

@@ -201,6 +201,7 @@ class Pass:
             self._inputs.block(block),
             self._gradients.block(block),
             problem.execution,
+            problem.shape.numel(),
             None if self._kept is None else self._kept.block(block),
         )
 

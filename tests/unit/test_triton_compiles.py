@@ -110,8 +110,9 @@ def test_head(architecture: int, everything: bool) -> None:
 def test_rows(ones: tuple[str, ...]) -> None:
     """An argument that is 1 is a constant to Triton, with another type."""
     block = dict(BLOCK=1024, SOFTCAP=True)
+    lanes = dict(STEPS=8, LANES=256, CONTIGUOUS=True, SCALED=True, SOFTCAP=True)
     for kernel, constants in (
-        (row_kernels.logits_statistics_kernel, dict(LISTED=True, TARGET=True, **block, **SUMS)),
+        (row_kernels.logits_statistics_kernel, dict(lanes, LISTED=True, TARGET=True, **SUMS)),
         (row_kernels.logits_gradient_kernel, dict(LISTED=False, TARGET=True, **block)),
         (row_kernels.merge_kernel, dict(ROWS=32, TILES=32, **SUMS)),
         (target_kernels.target_logit_kernel, dict(BIAS=True, **block)),

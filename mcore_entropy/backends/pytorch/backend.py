@@ -150,6 +150,7 @@ class TorchBackend:
         inputs: RowInputs,
         gradients: RowGradients,
         execution: Execution,
+        tokens: int,
         kept: KeptRows | None = None,
     ) -> GradientTiles:
         assert kept is None

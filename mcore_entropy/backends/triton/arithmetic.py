@@ -52,22 +52,33 @@ def slope(x, softcap):
 
 
 @triton.jit
-def sums(x, C, CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr):
-    """Row maximum of x [R, columns], and S, T, Q, R relative to it, [R] each, and the exponents. C: [R]."""
-    maximum = tl.max(x, 1)
+def sums_below(
+    x, maximum, C, AXIS: tl.constexpr, CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr
+):
+    """S, T, Q, R of x along an axis, relative to a maximum, and the exponents; those not wanted are S."""
     finite = tl.where(maximum == _MINUS_INFINITY, 0.0, maximum)
-    exponent = _cut((x - finite[:, None]) * C[:, None])
+    exponent = _cut((x - finite) * C)
     exp = tl.exp2(exponent)
-    total = tl.sum(exp, 1)
+    total = tl.sum(exp, AXIS)
     centred = total
     squared = total
     exp_squared = total
     if CENTRED:
-        centred = tl.sum(exp * exponent, 1)
+        centred = tl.sum(exp * exponent, AXIS)
     if SQUARED:
-        squared = tl.sum(exp * exponent * exponent, 1)
+        squared = tl.sum(exp * exponent * exponent, AXIS)
     if EXP_SQUARED:
-        exp_squared = tl.sum(exp * exp, 1)
+        exp_squared = tl.sum(exp * exp, AXIS)
+    return total, centred, squared, exp_squared, exponent
+
+
+@triton.jit
+def sums(x, C, CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr):
+    """Row maximum of x [R, columns], and S, T, Q, R relative to it, [R] each, and the exponents. C: [R]."""
+    maximum = tl.max(x, 1)
+    total, centred, squared, exp_squared, exponent = sums_below(
+        x, maximum[:, None], C[:, None], 1, CENTRED, SQUARED, EXP_SQUARED
+    )
     return maximum, total, centred, squared, exp_squared, exponent
 
 

@@ -1,6 +1,7 @@
 """The Triton backend: NVIDIA GPUs from compute capability 8.0 on, and Triton's interpreter on the CPU.
 
-The default workspace, 256 MiB, is 4096 columns of 32768 tokens.
+The default workspace is 256 MiB, 4096 columns of 32768 tokens; the fused head's backward takes what an fp32
+sum of hidden's gradient [N, H] leaves of 512 MiB if that is more: wider tiles are fewer passes over that sum.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mcore_entropy.products import HALF
 from mcore_entropy.statistics import PartialStatistics, Wanted
 
 _WORKSPACE_MIB = 256
+_WITH_HIDDEN_SUM_MIB = 512
 # A tile at least so wide: with fewer columns the passes over the sums cost more than they are worth.
 _FEWEST_COLUMNS = 1024
 
@@ -99,9 +101,12 @@ class TritonBackend:
         inputs: RowInputs,
         gradients: RowGradients,
         execution: Execution,
+        tokens: int,
         kept: KeptRows | None = None,
     ) -> GradientTiles:
-        workspace = execution.workspace_bytes(_WORKSPACE_MIB)
-        if hidden.dtype in HALF:
-            return HeadGradientTiles(hidden, weight, bias, inputs, gradients, kept, workspace)
-        return wide.WideGradientTiles(hidden, weight, bias, inputs, gradients, workspace)
+        if hidden.dtype not in HALF:
+            workspace = execution.workspace_bytes(_WORKSPACE_MIB)
+            return wide.WideGradientTiles(hidden, weight, bias, inputs, gradients, workspace)
+        hidden_sum_mib = 4 * tokens * hidden.shape[1] // 2**20
+        workspace = execution.workspace_bytes(max(_WITH_HIDDEN_SUM_MIB - hidden_sum_mib, _WORKSPACE_MIB))
+        return HeadGradientTiles(hidden, weight, bias, inputs, gradients, kept, workspace)

@@ -14,7 +14,7 @@ from mcore_entropy.backends.triton.arithmetic import (
     rescaled,
     slope,
     store_sums,
-    sums,
+    sums_below,
     transformed,
     zero_in_dead_rows,
 )
@@ -23,39 +23,43 @@ from mcore_entropy.backends.triton.arithmetic import (
 @triton.jit
 def logits_statistics_kernel(
     logits, starts, target, factor, out, target_logit, scale, softcap, n, v, row_stride, column_stride,
-    BLOCK: tl.constexpr, LISTED: tl.constexpr, SOFTCAP: tl.constexpr, TARGET: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    LISTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TARGET: tl.constexpr,
     CENTRED: tl.constexpr, SQUARED: tl.constexpr, EXP_SQUARED: tl.constexpr,
 ):  # fmt: skip
     """One read of a row: out [sums, n] in natural units, and z of the target, 0 where that is not here.
 
-    To be compiled without fused multiply-adds, like the gradient: every z is then the same rounded number in
-    both, and in eager.
+    STEPS * LANES columns at once. The sums of a lane, which belongs to one thread, stay apart until the row's
+    end, so that only the maximum needs a reduction over the program each time. SCALED: factor is not 1.
+    To be compiled without fused multiply-adds where z is a product, like the gradient: every z is then the
+    same rounded number in both, and in eager.
     """
-    row = tl.program_id(0) + tl.arange(0, 1)
+    row = tl.program_id(0)
     if LISTED:
         values = logits + tl.load(starts + row)
     else:
         values = logits + row.to(tl.int64) * row_stride
     row_factor = tl.load(factor + row)
-    C = tl.full((1,), LOG2_E, tl.float32)
-    maximum = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    centred = tl.zeros((1,), tl.float32)
-    squared = tl.zeros((1,), tl.float32)
-    exp_squared = tl.zeros((1,), tl.float32)
-    for first in range(0, v, BLOCK):
-        column = first + tl.arange(0, BLOCK)[None, :]
-        raw = tl.load(
-            values[:, None] + column.to(tl.int64) * column_stride, mask=column < v, other=float("-inf")
-        )
-        z = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP) * row_factor
-        block_maximum, total1, centred1, squared1, exp_squared1, _ = sums(z, C, CENTRED, SQUARED, EXP_SQUARED)
-        larger = tl.maximum(maximum, block_maximum)
+    maximum = float("-inf")
+    total = tl.zeros((LANES,), tl.float32)
+    centred = tl.zeros((LANES,), tl.float32)
+    squared = tl.zeros((LANES,), tl.float32)
+    exp_squared = tl.zeros((LANES,), tl.float32)
+    for first in range(0, v, STEPS * LANES):
+        column = first + tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        inside = column < v
+        if not CONTIGUOUS:  # 64-bit addresses, one for each column, would fill half the registers
+            column = column.to(tl.int64) * column_stride
+        raw = tl.load(values + column, mask=inside, other=float("-inf"))
+        z = transformed(raw.to(tl.float32), scale, softcap, SOFTCAP)
+        if SCALED:
+            z = z * row_factor
+        larger = tl.maximum(maximum, tl.max(tl.max(z, 0), 0))
         total, centred, squared, exp_squared = rescaled(
-            maximum, larger, C, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
+            maximum, larger, LOG2_E, total, centred, squared, exp_squared, CENTRED, SQUARED, EXP_SQUARED
         )
-        total1, centred1, squared1, exp_squared1 = rescaled(
-            block_maximum, larger, C, total1, centred1, squared1, exp_squared1, CENTRED, SQUARED, EXP_SQUARED
+        total1, centred1, squared1, exp_squared1, _ = sums_below(
+            z, larger, LOG2_E, 0, CENTRED, SQUARED, EXP_SQUARED
         )
         total += total1
         centred += centred1
@@ -63,14 +67,16 @@ def logits_statistics_kernel(
         exp_squared += exp_squared1
         maximum = larger
     store_sums(
-        out + row, n, row < n, maximum,
-        total, centred * LN_2, squared * (LN_2 * LN_2), exp_squared, CENTRED, SQUARED, EXP_SQUARED,
+        out + row, n, row < n, maximum, tl.sum(total, 0), tl.sum(centred, 0) * LN_2,
+        tl.sum(squared, 0) * (LN_2 * LN_2), tl.sum(exp_squared, 0), CENTRED, SQUARED, EXP_SQUARED,
     )  # fmt: skip
     if TARGET:
         column = tl.load(target + row)
         here = (column >= 0) & (column < v)
         raw = tl.load(values + column * column_stride, mask=here, other=0.0).to(tl.float32)
-        z = transformed(raw, scale, softcap, SOFTCAP) * row_factor
+        z = transformed(raw, scale, softcap, SOFTCAP)
+        if SCALED:
+            z = z * row_factor
         tl.store(target_logit + row, tl.where(here, z, 0.0))
 
 

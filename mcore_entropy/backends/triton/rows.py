@@ -12,7 +12,9 @@ from mcore_entropy.backends.interface import LogitRows, RowGradients, RowInputs,
 from mcore_entropy.backends.triton import row_kernels
 from mcore_entropy.statistics import PartialStatistics, Wanted
 
-_STATISTICS_BLOCK, _STATISTICS_WARPS = 4096, 4
+# One warp a row: 8 lanes a thread, one load of bf16, and no barrier. Columns apart have addresses of 64 bits,
+# which take the registers.
+_STATISTICS_STEPS, _STATISTICS_STEPS_APART, _STATISTICS_LANES = 8, 4, 256
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 4
 
 
@@ -41,11 +43,17 @@ def sum_count(wanted: Wanted) -> int:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Transform and temperature as the kernels take them: z = x * factor, x softcapped or raw."""
+    """Transform and temperature as the kernels take them: z = x * factor, x softcapped or raw.
+
+    Attributes:
+        factor: [n] fp32.
+        is_one: whether every factor is known to be 1.
+    """
 
     factor: Tensor
     scale: float
     softcap: float | None
+    is_one: bool
 
     @staticmethod
     def of(inputs: RowInputs, rows: int, device: torch.device, live: Tensor | None = None) -> Scaling:
@@ -57,9 +65,10 @@ class Scaling:
         if isinstance(temperature, Tensor):
             factor = numerator / temperature
             factor = factor if live is None else torch.where(live, factor, 1.0)
-        else:
-            factor = torch.full((rows,), numerator / temperature, dtype=torch.float32, device=device)
-        return Scaling(factor, scale, softcap)
+            return Scaling(factor, scale, softcap, is_one=False)
+        number = numerator / temperature
+        factor = torch.full((rows,), number, dtype=torch.float32, device=device)
+        return Scaling(factor, scale, softcap, is_one=number == 1.0)
 
     def numbers(self) -> tuple[float, float]:
         return self.scale, 1.0 if self.softcap is None else self.softcap
@@ -108,6 +117,7 @@ def logits_statistics(
     sums = scaling.factor.new_empty(sum_count(wanted), rows)
     target_logit = scaling.factor.new_empty(rows) if wanted.target else None
     first, starts, _ = _places(logits, tokens)
+    contiguous = logits.column_stride == 1
     if rows:
         row_kernels.logits_statistics_kernel[(rows,)](
             first,
@@ -121,13 +131,17 @@ def logits_statistics(
             logits.columns,
             logits.row_stride,
             logits.column_stride,
-            BLOCK=_STATISTICS_BLOCK,
+            STEPS=_STATISTICS_STEPS if contiguous else _STATISTICS_STEPS_APART,
+            LANES=_STATISTICS_LANES,
+            CONTIGUOUS=contiguous,
             LISTED=starts is not None,
+            SCALED=not scaling.is_one,
             SOFTCAP=scaling.softcap is not None,
             TARGET=wanted.target,
             **sum_flags(wanted),
-            num_warps=_STATISTICS_WARPS,
-            enable_fp_fusion=False,
+            num_warps=1,
+            # A z that is a product must be rounded, like eager's, before the maximum is subtracted.
+            enable_fp_fusion=scaling.is_one and scaling.softcap is None,
         )
     return named_sums(sums, wanted, target_logit)
 

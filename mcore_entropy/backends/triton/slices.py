@@ -7,7 +7,7 @@ import functools
 from mcore_entropy.backends.triton.machine import Machine
 
 _MULTIPLE = 256  # every tile's width divides it
-_SUM_PASS = 100  # reading and writing hidden's sum once, as steps along the columns of its product
+_SUM_PASS = 800  # reading and writing hidden's sum once, as steps along the columns of its product
 
 
 @functools.lru_cache(maxsize=1024)
