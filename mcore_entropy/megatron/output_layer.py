@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
+from mcore_entropy.functional.logits import vocab_parallel_log_probs_and_entropy
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.parallel import TensorParallelGroup
@@ -132,10 +133,13 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
                     f"{None if weight is None else tuple(weight.shape)}"
                 )
             wanted = Wanted.checked(config.entropy if entropy is None else entropy, config.metrics)
+        temperature = config.temperature if temperature is None else temperature
+        if config.head == "logits":
+            return self._statistics_of_logits(hidden, weight, target, mask, temperature, wanted)
         keywords = Keywords(
             target=target,
             mask=mask,
-            temperature=config.temperature if temperature is None else temperature,
+            temperature=temperature,
             ignore_index=config.ignore_index,
             vocab_size=config.vocab_size,
             chunk_size=config.chunk_size,
@@ -152,6 +156,31 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             ),
         )
         return fused_head(hidden, weight, None if self.skip_bias_add else self.bias, options, keywords)
+
+    def _statistics_of_logits(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        mask: Tensor | None,
+        temperature: float | Tensor,
+        wanted: Wanted,
+    ) -> TokenStatistics:
+        config = self.entropy_config
+        logits, _ = super().forward(hidden, weight, runtime_gather_output=False)
+        return vocab_parallel_log_probs_and_entropy(
+            logits,
+            target,
+            mask=mask,
+            temperature=temperature if config.transform is None else temperature / config.transform.scale,
+            ignore_index=config.ignore_index,
+            vocab_size=config.vocab_size,
+            chunk_size=config.chunk_size,
+            tp_group=self.tp_group,
+            entropy=wanted.entropy,
+            metrics=wanted.metrics,
+            execution=config.execution,
+        )
 
 
 def check_switches(layer: ColumnParallelLinear) -> None:

@@ -6,6 +6,7 @@ Three things of one model instance change: the class of its output_layer, and it
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import checked_temperature_number
-from mcore_entropy.megatron.arguments import EntropyConfig
+from mcore_entropy.megatron.arguments import EntropyConfig, config_from_args
 from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall, check_supported
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics
@@ -234,6 +235,20 @@ def swap_output_layer(model_or_chunks: nn.Module | Sequence[nn.Module], config: 
     return SwapHandle(
         config, [head or _SwappedHead(model, config) for model, head in zip(models, swapped, strict=True)]
     )
+
+
+def swap_from_args(
+    model_or_chunks: nn.Module | list[nn.Module], args: argparse.Namespace
+) -> nn.Module | list[nn.Module]:
+    """`swap_output_layer` if the arguments of `add_entropy_args` ask for it; gives the model or chunks back.
+
+    Raises:
+        ValueError: see `swap_output_layer` and `config_from_args`.
+    """
+    config = config_from_args(args)
+    if config is not None:
+        swap_output_layer(model_or_chunks, config)
+    return model_or_chunks
 
 
 def _model_with_head(chunk: Any) -> Any | None:
