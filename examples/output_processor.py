@@ -29,7 +29,7 @@ from torch import Tensor
 from mcore_entropy import EntropyConfig, swap_output_layer
 
 SHAPE = dict(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=512, seq_length=32)
-SEQUENCES, SHOWN = 4, 6
+SEQUENCES, SHOWN = 4, 8
 VALUES = ("log-prob", "entropy")
 # The largest difference allowed: of a value, in nats; of a gradient, as a share of its largest entry. Both
 # are fp32 rounding of sums of a few hundred terms, which the layers below pass on.
@@ -100,7 +100,7 @@ def draw(args: argparse.Namespace, device: torch.device) -> tuple[gpt.ModelInput
     torch.manual_seed(args.seed)
     rows = torch.randint(args.vocab_size, (SEQUENCES, args.seq_length + 1))
     temperature = 0.5 + torch.rand(SEQUENCES, args.seq_length)
-    prompt_lengths = torch.randint(1, SHOWN - 1, (SEQUENCES, 1))
+    prompt_lengths = torch.randint(1, SHOWN // 2, (SEQUENCES, 1))
     response_mask = torch.arange(args.seq_length) >= prompt_lengths
     inputs = gpt.ModelInputs.from_rows(rows, end_of_text=-1, device=device)
     return inputs, Rollout(temperature.to(device), response_mask.to(device))
