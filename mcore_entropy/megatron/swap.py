@@ -274,8 +274,8 @@ def _name_of_head_caller(model: Any) -> str:
     """The method that is given labels and calls the output layer."""
     if hasattr(model, "_postprocess"):
         return "_postprocess"
-    # HybridModel, and MambaModel before 0.18, end their forward with it. By name: their modules import others
-    # that are not on every machine.
+    # HybridModel, and MambaModel before 0.18, end their forward with it. By name: neither is in every
+    # version, and other kinds of model have a forward that takes labels too.
     if {"HybridModel", "MambaModel"} & {kind.__name__ for kind in type(model).__mro__}:
         return "forward"
     raise ValueError(

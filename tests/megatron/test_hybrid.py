@@ -2,8 +2,8 @@
 
 Its own layer specs are Transformer Engine's, so it is built here out of attention ("*") and MLP ("-") layers
 of local modules, on the CPU. The truth is an unsharded one with the stock head, whose loss takes a
-log_softmax of the logits in fp64; what error is allowed is that of the same in fp32, on gathered logits in the
-layout under test.
+log_softmax of the logits in fp64; what error is allowed is that of the same in fp32, on gathered logits in
+the layout under test.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def hybrid_model(config: Any, options: TinyGPT) -> Any:
 
 
 class DenseLoss:
-    """Gives dense statistics in the place of a stock model's loss. MTP layers, whose labels differ, keep it."""
+    """Dense statistics in the place of a stock model's loss. MTP layers, whose labels differ, keep it."""
 
     def __init__(self, dtype: torch.dtype, core: Any) -> None:
         self.dtype, self.stock = dtype, core.compute_language_model_loss
@@ -148,6 +148,8 @@ def truth(tied: bool, mtp_layers: int) -> Step:
 LAYOUTS = {
     "one-rank": TinyGPT(layers=4),
     "one-rank-mtp": TinyGPT(layers=4, mtp_layers=2),
+    # The pattern of layers decides, not the config.
+    "one-rank-mtp-only-in-config": TinyGPT(layers=4, transformer={"mtp_num_layers": 2}),
     "tp2": TinyGPT(layers=4, tensor_parallel=2),
     "tp2-sp-tied": TinyGPT(layers=4, tensor_parallel=2, sequence_parallel=True, tied=True),
     "tp2-sp-mtp": TinyGPT(layers=4, tensor_parallel=2, sequence_parallel=True, mtp_layers=2),
