@@ -1,12 +1,14 @@
-"""`swap_output_layer`: an `EntropyAwareOutputLayer` in the place of a GPTModel's output layer, and back.
+"""`swap_output_layer`: an `EntropyAwareOutputLayer` in the place of a model's output layer, and back.
 
-Three things of one model instance change: the class of its output_layer, and its methods `_postprocess` and
-`compute_language_model_loss`. docs/decisions/0002-hook.md says why these.
+Three things of one model instance change: the class of its output_layer, and two methods: the one that calls
+that layer (`_postprocess` of a GPTModel, `forward` of a HybridModel) and `compute_language_model_loss`.
+docs/decisions/0002-hook.md says why these.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,19 +99,21 @@ class SwapHandle:
 
 
 class _SwappedHead:
-    """One GPTModel whose head is ours."""
+    """One model whose head is ours."""
 
     def __init__(self, model: Any, config: EntropyConfig) -> None:
         self.model = model
         self.config = config
         self.request: _Request | None = None
-        self._postprocess = model._postprocess
+        self._caller_name = _name_of_head_caller(model)
+        self._call_head = getattr(model, self._caller_name)
+        self._parameters = tuple(inspect.signature(self._call_head).parameters)
         self._compute_language_model_loss = model.compute_language_model_loss
         layer = model.output_layer
         layer.__class__ = EntropyAwareOutputLayer
         layer.entropy_config = config
         self._replaced = {
-            "_postprocess": self._postprocess_with_target,
+            self._caller_name: self._call_head_with_target,
             "compute_language_model_loss": self._loss_or_statistics,
         }
         for name, method in self._replaced.items():
@@ -137,24 +141,25 @@ class _SwappedHead:
     def in_place(self) -> bool:
         return getattr(self.model, _SWAP, None) is self
 
-    def _postprocess_with_target(self, **arguments: Any) -> Any:
-        """GPTModel._postprocess, which calls the layer: with labels, the layer finds its target waiting.
+    def _call_head_with_target(self, *arguments: Any, **keywords: Any) -> Any:
+        """The model's method that calls the layer: with labels, the layer finds its target waiting.
 
         With an output_processor (megatron-core 0.18 and newer) the head belongs to that: it gets logits.
         """
-        labels = arguments.get("labels")
-        if labels is None or arguments.get("output_processor") is not None:
-            return self._postprocess(**arguments)
+        given = {**dict(zip(self._parameters, arguments, strict=False)), **keywords}
+        labels = given.get("labels")
+        if labels is None or given.get("output_processor") is not None:
+            return self._call_head(*arguments, **keywords)
         layer = self.model.output_layer
         with errors_on_every_rank(TensorParallelGroup.resolve(layer.tp_group)):
             layer.pending_call = self._pending_call(labels)
         try:
-            result = self._postprocess(**arguments)
+            result = self._call_head(*arguments, **keywords)
             if layer.pending_call is not None:
                 raise RuntimeError(
-                    "GPTModel._postprocess: expected it to call its output layer once for each of its "
-                    f"{self._mtp_layers()} MTP layers and once for the loss, got fewer calls; labels in "
-                    "inference mode, or a version of Megatron-core that is not known here"
+                    f"{type(self.model).__name__}.{self._caller_name}: expected it to call its output layer "
+                    f"once for each of its {self._mtp_layers()} MTP layers and once for the loss, got fewer "
+                    "calls; labels in inference mode, or a version of Megatron-core that is not known here"
                 )
         finally:
             layer.pending_call = None
@@ -181,10 +186,12 @@ class _SwappedHead:
         )
 
     def _mtp_layers(self) -> int:
+        if self._caller_name == "forward" and not getattr(self.model, "mtp_process", False):
+            return 0  # a HybridModel goes by its pattern of layers, a GPTModel by its config alone
         return self.model.config.mtp_num_layers or 0
 
     def _loss_or_statistics(self, labels: Tensor, logits: Any) -> Any:
-        """GPTModel.compute_language_model_loss, which MTP layers call with logits of theirs."""
+        """The model's compute_language_model_loss, which MTP layers call with logits of theirs."""
         if not isinstance(logits, TokenStatistics):
             return self._compute_language_model_loss(labels, logits)
         return TokenStatistics(
@@ -208,15 +215,16 @@ def _batch_first(values: Tensor) -> Tensor:
 
 
 def swap_output_layer(model_or_chunks: nn.Module | Sequence[nn.Module], config: EntropyConfig) -> SwapHandle:
-    """Make a GPTModel's output layer an `EntropyAwareOutputLayer`, in place.
+    """Make the output layer of a GPTModel or HybridModel an `EntropyAwareOutputLayer`, in place.
 
     Called with labels, the model then gives `TokenStatistics` in [b, s] instead of a loss (MTP losses stay
     what they were); without labels it gives the stock head's logits. Parameters, their names, checkpoints and
     tied weights do not change. Swapping again with an equal config changes nothing.
 
     Args:
-        model_or_chunks: a GPTModel, wrapped (Float16Module, DistributedDataParallel) or not, or a list of
-            model chunks. A pipeline stage without a head is left alone.
+        model_or_chunks: a GPTModel, HybridModel or MambaModel, wrapped (Float16Module,
+            DistributedDataParallel) or not, or a list of model chunks. A pipeline stage without a head is
+            left alone.
         config: how to compute the statistics.
 
     Returns:
@@ -252,7 +260,7 @@ def swap_from_args(
 
 
 def _model_with_head(chunk: Any) -> Any | None:
-    """The GPTModel inside its wrappers; None on a stage without a head."""
+    """The model inside its wrappers; None on a stage without a head."""
     while not hasattr(chunk, "post_process") and isinstance(getattr(chunk, "module", None), nn.Module):
         chunk = chunk.module
     if not hasattr(chunk, "post_process"):
@@ -260,6 +268,20 @@ def _model_with_head(chunk: Any) -> Any | None:
             f"model: expected a Megatron GPTModel or a wrapper of one, got {type(chunk).__name__}"
         )
     return chunk if chunk.post_process else None
+
+
+def _name_of_head_caller(model: Any) -> str:
+    """The method that is given labels and calls the output layer."""
+    if hasattr(model, "_postprocess"):
+        return "_postprocess"
+    # HybridModel, and MambaModel before 0.18, end their forward with it. By name: neither is in every
+    # version, and other kinds of model have a forward that takes labels too.
+    if {"HybridModel", "MambaModel"} & {kind.__name__ for kind in type(model).__mro__}:
+        return "forward"
+    raise ValueError(
+        "model: expected a GPTModel of megatron-core 0.13 or newer, a HybridModel or a MambaModel, got a "
+        f"{type(model).__name__} without _postprocess"
+    )
 
 
 def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -> None:
@@ -270,14 +292,10 @@ def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -
                 "restore() on its handle first"
             )
         return
-    for method in ("_postprocess", "compute_language_model_loss"):
-        if not hasattr(model, method):
-            raise ValueError(
-                f"model: expected a GPTModel of megatron-core 0.13 or newer, got a {type(model).__name__} "
-                f"without {method}"
-            )
+    for method in (_name_of_head_caller(model), "compute_language_model_loss"):
         if method in vars(model):
             raise ValueError(
-                f"model: expected GPTModel's own {method}, got one that something else has put in its place"
+                f"model: expected {type(model).__name__}'s own {method}, got one that something else has put "
+                "in its place"
             )
     check_supported(getattr(model, "output_layer", None))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -16,8 +13,9 @@ import pytest
 for package in ("megatron.core", "tokenizers", "tqdm", "matplotlib"):
     pytest.importorskip(package)
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "pretrain_gpt.py"
+from tests.examples.running import run_example
+
+DEMO = "pretrain_gpt.py"
 VOCABULARY = 512
 TINY = [
     "--data", *(str(Path(sysconfig.get_path("stdlib")) / name) for name in ("argparse.py", "typing.py")),
@@ -28,31 +26,12 @@ TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "
 DATA_PARALLEL = ("--micro-batch-size", "4")  # two micro-batches on each of two ranks
 
 
-def run_demo(*arguments: str, ranks: int | None = 2, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`torchrun pretrain_gpt.py`, or `python pretrain_gpt.py` for ranks=None; on the CPU, in `cwd`."""
-    # Under `torchrun -m pytest` the environment is that of a rank.
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cwd)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    launcher = []
-    if ranks is not None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *launcher, str(DEMO), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_trains_and_leaves_what_it_says(tmp_path: Path) -> None:
-    run = run_demo(*TINY, *TENSOR_PARALLEL, "--save", "out", cwd=tmp_path)
+    run = run_example(DEMO, *TINY, *TENSOR_PARALLEL, "--save", "out", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "TP 2 with sequence parallelism, DP 1" in run.stdout
     out = tmp_path / "out"
@@ -78,8 +57,8 @@ def test_both_heads_agree_and_layout_changes_nothing(tmp_path: Path) -> None:
     """With an entropy bonus, so that its gradient is compared too; tensor against data parallelism."""
     losses = []
     for name, layout in (("tensor", TENSOR_PARALLEL), ("data", DATA_PARALLEL)):
-        run = run_demo(
-            *TINY, *layout, "--compare-stock", "--entropy-coeff", "0.1", "--save", name, cwd=tmp_path
+        run = run_example(
+            DEMO, *TINY, *layout, "--compare-stock", "--entropy-coeff", "0.1", "--save", name, cwd=tmp_path
         )
         assert run.returncode == 0, run.stderr
         [verdict] = re.findall(
@@ -106,7 +85,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", ["a file that is not there", "too few processes"])
 def test_a_mistake_ends_all_ranks_and_is_told_by_one(mistake: str, tmp_path: Path) -> None:
     arguments, sentence = MISTAKES[mistake]
-    run = run_demo(*arguments, cwd=tmp_path)
+    run = run_example(DEMO, *arguments, cwd=tmp_path)
     assert run.returncode != 0
     lines = run.stderr.splitlines()
     [told] = [line for line in lines if line.startswith("pretrain_gpt.py: error: ")]
@@ -122,7 +101,7 @@ def test_a_mistake_ends_all_ranks_and_is_told_by_one(mistake: str, tmp_path: Pat
 def test_a_mistake_is_one_sentence_and_exit_code_2(mistake: str, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Too short to learn from.")
     arguments, sentence = MISTAKES[mistake]
-    run = run_demo(*arguments, ranks=None, cwd=tmp_path)
+    run = run_example(DEMO, *arguments, ranks=None, cwd=tmp_path)
     assert run.returncode == 2
     [told] = run.stderr.splitlines()
     assert sentence in told

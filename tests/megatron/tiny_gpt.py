@@ -113,16 +113,38 @@ def model_parallel(options: TinyGPT) -> Iterator[None]:
             MTPLossLoggingHelper.tracker.clear()  # its tensors have the size of this model
 
 
-def build(options: TinyGPT, prepare: Callable[[Any], Any] = lambda core: None) -> TinyModel:
-    """This rank's stage with its seeded weights; `prepare(core)` runs before it is wrapped."""
+def gpt_model(config: Any, options: TinyGPT) -> Any:
     from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec()
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=options.padded_vocab_size,
+        max_sequence_length=options.sequence_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=options.tied,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        if options.mtp_layers
+        else None,
+    )
+
+
+def build(
+    options: TinyGPT,
+    prepare: Callable[[Any], Any] = lambda core: None,
+    construct: Callable[[Any, TinyGPT], Any] = gpt_model,
+) -> TinyModel:
+    """This rank's stage with its seeded weights; `prepare(core)` runs before it is wrapped."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -145,20 +167,7 @@ def build(options: TinyGPT, prepare: Callable[[Any], Any] = lambda core: None) -
         finalize_model_grads_func=finalize_model_grads,
     )
     config = TransformerConfig(**{**arguments, **options.transformer})
-    spec = get_gpt_layer_local_spec()
-    core = GPTModel(
-        config,
-        spec,
-        vocab_size=options.padded_vocab_size,
-        max_sequence_length=options.sequence_length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=options.tied,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-        if options.mtp_layers
-        else None,
-    )
+    core = construct(config, options)
     names = {
         name: _global_name(core, name) for name, _ in core.named_parameters() if not _is_idle(core, name)
     }
