@@ -1,7 +1,8 @@
 """`swap_output_layer`: an `EntropyAwareOutputLayer` in the place of a GPTModel's output layer, and back.
 
-Three things of one model instance change: the class of its output_layer, and its methods `_postprocess` and
-`compute_language_model_loss`. docs/decisions/0002-hook.md says why these.
+Of one model instance change: the class of its output_layer, and its methods `_postprocess`,
+`compute_language_model_loss` and, where Megatron has it, `_scale_logits`. docs/decisions/0002-hook.md says
+why these.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import checked_temperature_number
 from mcore_entropy.megatron.arguments import EntropyConfig, config_from_args
-from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall, check_supported
+from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall
+from mcore_entropy.megatron.supported import check_call, check_model
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics
 
@@ -112,6 +114,9 @@ class _SwappedHead:
             "_postprocess": self._postprocess_with_target,
             "compute_language_model_loss": self._loss_or_statistics,
         }
+        if hasattr(model, "_scale_logits"):  # from megatron-core 0.17 on
+            self._scale_logits = model._scale_logits
+            self._replaced["_scale_logits"] = self._scaled_logits_or_statistics
         for name, method in self._replaced.items():
             setattr(model, name, method)
         setattr(model, _SWAP, self)
@@ -145,6 +150,7 @@ class _SwappedHead:
         labels = arguments.get("labels")
         if labels is None or arguments.get("output_processor") is not None:
             return self._postprocess(**arguments)
+        check_call(self.model, arguments.get("inference_context"))
         layer = self.model.output_layer
         with errors_on_every_rank(TensorParallelGroup.resolve(layer.tp_group)):
             layer.pending_call = self._pending_call(labels)
@@ -182,6 +188,10 @@ class _SwappedHead:
 
     def _mtp_layers(self) -> int:
         return self.model.config.mtp_num_layers or 0
+
+    def _scaled_logits_or_statistics(self, logits: Any) -> Any:
+        """GPTModel._scale_logits, MuP's factor, which statistics have in them already."""
+        return logits if isinstance(logits, TokenStatistics) else self._scale_logits(logits)
 
     def _loss_or_statistics(self, labels: Tensor, logits: Any) -> Any:
         """GPTModel.compute_language_model_loss, which MTP layers call with logits of theirs."""
@@ -270,14 +280,4 @@ def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -
                 "restore() on its handle first"
             )
         return
-    for method in ("_postprocess", "compute_language_model_loss"):
-        if not hasattr(model, method):
-            raise ValueError(
-                f"model: expected a GPTModel of megatron-core 0.13 or newer, got a {type(model).__name__} "
-                f"without {method}"
-            )
-        if method in vars(model):
-            raise ValueError(
-                f"model: expected GPTModel's own {method}, got one that something else has put in its place"
-            )
-    check_supported(getattr(model, "output_layer", None))
+    check_model(model, config)
