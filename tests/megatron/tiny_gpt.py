@@ -191,6 +191,8 @@ def transformer_config(options: TinyGPT) -> Any:
             moe_router_topk=2,
             moe_router_load_balancing_type="none",
             moe_token_dispatcher_type="allgather",  # the others have CUDA streams
+            moe_router_dtype="fp64",
+            add_bias_linear=False,
         )
     return TransformerConfig(**{**arguments, **options.transformer})
 
