@@ -37,7 +37,8 @@ def megatron_on_cpu() -> Iterator[None]:
     - ``Tensor.cuda``: ``Tensor.cpu``; ``Tensor.type()`` calls a CPU tensor ``torch.cuda.*Tensor``;
     - ``torch`` as a few Megatron modules see it: ``tensor``, ``zeros`` and ``ones`` with
       ``device="cuda"`` make CPU tensors (``torch`` itself keeps its functions);
-    - Megatron's default causal mask, and ``WrappedTorchNorm``, which refuses sequence parallelism.
+    - Megatron's default causal mask, its router's product in Transformer Engine, and
+      ``WrappedTorchNorm``, which refuses sequence parallelism.
 
     Build, train and destroy inside one context: the replacements are process-wide (autograd's
     threads see them), so they must enclose the backward and the optimizer step, and Megatron keeps
@@ -46,8 +47,10 @@ def megatron_on_cpu() -> Iterator[None]:
     in a process that compiled inside first, as its table of known functions is built once.
 
     Runs on megatron-core 0.16.1 and 0.19.2: GPTModel from ``get_gpt_layer_local_spec`` with tensor,
-    sequence and pipeline parallelism, multi-token prediction, tied weights, Float16Module,
-    DistributedDataParallel, ``get_megatron_optimizer`` (plain and distributed) with clipping.
+    sequence, pipeline (interleaved too) and expert parallelism (the "allgather" dispatcher), multi-token
+    prediction, tied weights, Float16Module, DistributedDataParallel, ``get_megatron_optimizer`` (plain
+    and distributed) with clipping. Context parallelism only where no attention runs: Megatron's own
+    needs Transformer Engine there.
     Not covered: TransformerEngine and apex kernels (layers, norms and Adam that Megatron takes from
     them where they are installed), overlapped gradient reduction over several optimizer instances,
     ``config.autocast_dtype``, CUDA graphs, Megatron-FSDP.
@@ -90,6 +93,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         from megatron.core.optimizer import clip_grads, grad_scaler, optimizer
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import data, random
+        from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
     except ImportError as error:
         raise ImportError(
@@ -130,6 +134,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (core_utils, "torch", torch_on_cpu),
         # transformer/utils.py:39: torch.ones(device="cuda"), where no attention mask is given.
         (fused_softmax, "get_default_causal_mask", _causal_mask),
+        # moe_utils.py:1326, the router's product; 0.16.1 asks for it by a name that it leaves undefined
+        # where there is no Transformer Engine.
+        (moe_utils, "te_general_gemm", None),
         # torch_norm.py:50 asserts that sequence parallelism is off.
         (WrappedTorchNorm, "__new__", _norm_under_sequence_parallelism(WrappedTorchNorm.__new__)),
     ]

@@ -17,15 +17,9 @@ from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.logits import vocab_parallel_log_probs_and_entropy
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.megatron.arguments import EntropyConfig
+from mcore_entropy.megatron.supported import ColumnParallelLinear, check_switches
 from mcore_entropy.parallel import TensorParallelGroup
-from mcore_entropy.statistics import TokenStatistics, Wanted
-
-try:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-except ImportError as error:
-    raise ImportError(
-        "mcore_entropy's output layer needs Megatron-core: pip install megatron-core psutil"
-    ) from error
+from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted
 
 
 @dataclass
@@ -56,6 +50,10 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
 
     entropy_config: EntropyConfig = EntropyConfig()
     pending_call: PendingCall | None = None
+
+    # Megatron-FSDP knows layers by the name of their class, and one it does not know by these.
+    tensor_model_parallel = True
+    partition_dim = 0
 
     def forward(
         self,
@@ -147,7 +145,7 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             wanted=wanted,
         )
         options = LinearOptions(
-            transform=config.transform,
+            transform=self._transform(),
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
             # A reference model, called without a graph, needs no main_grad.
@@ -168,11 +166,12 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
     ) -> TokenStatistics:
         config = self.entropy_config
         logits, _ = super().forward(hidden, weight, runtime_gather_output=False)
+        transform = self._transform()
         return vocab_parallel_log_probs_and_entropy(
             logits,
             target,
             mask=mask,
-            temperature=temperature if config.transform is None else temperature / config.transform.scale,
+            temperature=temperature if transform is None else temperature / transform.scale,
             ignore_index=config.ignore_index,
             vocab_size=config.vocab_size,
             chunk_size=config.chunk_size,
@@ -182,34 +181,10 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             execution=config.execution,
         )
 
-
-def check_switches(layer: ColumnParallelLinear) -> None:
-    """Raise ValueError, naming it, for a switch of the layer or its config that statistics cannot honour."""
-    config = layer.config
-    if config.defer_embedding_wgrad_compute:
-        raise ValueError(
-            "defer_embedding_wgrad_compute: expected False, got True; it keeps the whole gradient of the "
-            "logits, which this layer never has"
-        )
-    if layer.is_expert or layer.disable_grad_reduce:
-        raise ValueError(
-            "output_layer: expected the model's head, got an expert's layer or one with disable_grad_reduce, "
-            "whose hidden gradient must not be reduced"
-        )
-    if getattr(config, "use_mup", False):
-        raise ValueError("use_mup: expected False, got True; MuP's output scale is not supported yet")
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ValueError(
-            "overlap_moe_expert_parallel_comm: expected False, got True; its schedule passes only tensors on "
-            "from the model, and statistics are more than one"
-        )
-
-
-def check_supported(layer: Any) -> None:
-    """Raise ValueError, naming the reason, for an output layer whose job ours cannot do."""
-    if type(layer) is not ColumnParallelLinear:
-        raise ValueError(
-            f"output_layer: expected Megatron's ColumnParallelLinear, got {type(layer).__module__}."
-            f"{type(layer).__qualname__}; a head that was replaced or wrapped (LoRA, mxfp8) would be bypassed"
-        )
-    check_switches(layer)
+    def _transform(self) -> LogitTransform | None:
+        """entropy_config's, after MuP's factor: what the model does to the logits of its stock head."""
+        transform = self.entropy_config.transform
+        if not getattr(self.config, "use_mup", False):  # from megatron-core 0.17 on
+            return transform
+        own = LogitTransform() if transform is None else transform
+        return LogitTransform(float(self.config.mup_output_mult) * own.scale, own.softcap)

@@ -1,45 +1,24 @@
-"""`swap_output_layer`: an `EntropyAwareOutputLayer` in the place of a model's output layer, and back.
-
-Three things of one model instance change: the class of its output_layer, and two methods: the one that calls
-that layer (`_postprocess` of a GPTModel, `forward` of a HybridModel) and `compute_language_model_loss`.
-docs/decisions/0002-hook.md says why these.
-"""
+"""`swap_output_layer`: an `EntropyAwareOutputLayer` in the place of a model's output layer, and back."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import checked_temperature_number
 from mcore_entropy.megatron.arguments import EntropyConfig, config_from_args
-from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall, check_supported
-from mcore_entropy.parallel import TensorParallelGroup
-from mcore_entropy.statistics import TokenStatistics
-
-_SWAP = "_mcore_entropy_swap"
-
-
-@dataclass
-class _Request:
-    """What `SwapHandle.request` was given, and whether a forward has used it."""
-
-    mask: Tensor | None
-    temperature: float | Tensor | None
-    entropy: bool | None
-    used: bool = False
+from mcore_entropy.megatron.supported import check_model
+from mcore_entropy.megatron.swapped_head import SWAP, Request, SwappedHead
 
 
 class SwapHandle:
     """What `swap_output_layer` did to a model or its chunks, to pass requests through and to undo it."""
 
-    def __init__(self, config: EntropyConfig, heads: Sequence[_SwappedHead]) -> None:
+    def __init__(self, config: EntropyConfig, heads: Sequence[SwappedHead]) -> None:
         self.config = config
         self._heads = tuple(heads)
 
@@ -73,7 +52,7 @@ class SwapHandle:
             raise ValueError(f"entropy: expected True, False or None, got {entropy!r}")
         if temperature is not None and not isinstance(temperature, Tensor):
             temperature = checked_temperature_number(temperature)
-        request = _Request(mask, temperature, entropy)
+        request = Request(mask, temperature, entropy)
         outer = [head.request for head in self._heads]
         for head in self._heads:
             head.request = request
@@ -96,122 +75,6 @@ class SwapHandle:
         """
         for head in self._heads:
             head.restore()
-
-
-class _SwappedHead:
-    """One model whose head is ours."""
-
-    def __init__(self, model: Any, config: EntropyConfig) -> None:
-        self.model = model
-        self.config = config
-        self.request: _Request | None = None
-        self._caller_name = _name_of_head_caller(model)
-        self._call_head = getattr(model, self._caller_name)
-        self._parameters = tuple(inspect.signature(self._call_head).parameters)
-        self._compute_language_model_loss = model.compute_language_model_loss
-        layer = model.output_layer
-        layer.__class__ = EntropyAwareOutputLayer
-        layer.entropy_config = config
-        self._replaced = {
-            self._caller_name: self._call_head_with_target,
-            "compute_language_model_loss": self._loss_or_statistics,
-        }
-        for name, method in self._replaced.items():
-            setattr(model, name, method)
-        setattr(model, _SWAP, self)
-
-    def restore(self) -> None:
-        if not self.in_place:
-            return  # done before, perhaps by another handle of the same swap
-        for name, ours in self._replaced.items():
-            if vars(self.model).get(name) != ours:
-                raise RuntimeError(
-                    f"restore: expected the model's {name} to be the one that the swap put in place, got "
-                    "another; undo what replaced it first"
-                )
-        layer = self.model.output_layer
-        layer.__class__ = EntropyAwareOutputLayer.__base__
-        for name in ("entropy_config", "pending_call"):
-            vars(layer).pop(name, None)
-        for name in self._replaced:
-            delattr(self.model, name)  # an instance attribute that shadowed the class's method
-        delattr(self.model, _SWAP)
-
-    @property
-    def in_place(self) -> bool:
-        return getattr(self.model, _SWAP, None) is self
-
-    def _call_head_with_target(self, *arguments: Any, **keywords: Any) -> Any:
-        """The model's method that calls the layer: with labels, the layer finds its target waiting.
-
-        With an output_processor (megatron-core 0.18 and newer) the head belongs to that: it gets logits.
-        """
-        given = {**dict(zip(self._parameters, arguments, strict=False)), **keywords}
-        labels = given.get("labels")
-        if labels is None or given.get("output_processor") is not None:
-            return self._call_head(*arguments, **keywords)
-        layer = self.model.output_layer
-        with errors_on_every_rank(TensorParallelGroup.resolve(layer.tp_group)):
-            layer.pending_call = self._pending_call(labels)
-        try:
-            result = self._call_head(*arguments, **keywords)
-            if layer.pending_call is not None:
-                raise RuntimeError(
-                    f"{type(self.model).__name__}.{self._caller_name}: expected it to call its output layer "
-                    f"once for each of its {self._mtp_layers()} MTP layers and once for the loss, got fewer "
-                    "calls; labels in inference mode, or a version of Megatron-core that is not known here"
-                )
-        finally:
-            layer.pending_call = None
-        return result
-
-    def _pending_call(self, labels: Tensor) -> PendingCall:
-        mask = temperature = None
-        entropy = self.config.entropy
-        if self.request is not None:
-            self.request.used = True
-            mask, temperature = self.request.mask, self.request.temperature
-            if self.request.entropy is not None:
-                entropy = self.request.entropy
-        return PendingCall(
-            logits_calls=self._mtp_layers(),
-            target=_sequence_first("labels", labels, labels),
-            mask=None if mask is None else _sequence_first("mask", mask, labels),
-            temperature=(
-                _sequence_first("temperature", temperature, labels)
-                if isinstance(temperature, Tensor) and temperature.dim() > 0
-                else temperature
-            ),
-            entropy=entropy,
-        )
-
-    def _mtp_layers(self) -> int:
-        if self._caller_name == "forward" and not getattr(self.model, "mtp_process", False):
-            return 0  # a HybridModel goes by its pattern of layers, a GPTModel by its config alone
-        return self.model.config.mtp_num_layers or 0
-
-    def _loss_or_statistics(self, labels: Tensor, logits: Any) -> Any:
-        """The model's compute_language_model_loss, which MTP layers call with logits of theirs."""
-        if not isinstance(logits, TokenStatistics):
-            return self._compute_language_model_loss(labels, logits)
-        return TokenStatistics(
-            _batch_first(logits.log_probs),
-            None if logits.entropy is None else _batch_first(logits.entropy),
-            {name: _batch_first(value) for name, value in logits.metrics.items()},
-        )
-
-
-def _sequence_first(name: str, values: Tensor, labels: Tensor) -> Tensor:
-    """[b, s] as [s, b]."""
-    if not isinstance(values, Tensor) or values.shape != labels.shape or values.dim() != 2:
-        shape = tuple(values.shape) if isinstance(values, Tensor) else values
-        raise ValueError(f"{name}: expected shape [b, s] = {tuple(labels.shape)}, as the labels, got {shape}")
-    return values.transpose(0, 1).contiguous()
-
-
-def _batch_first(values: Tensor) -> Tensor:
-    """[s, b] as [b, s]."""
-    return values.transpose(0, 1).contiguous()
 
 
 def swap_output_layer(model_or_chunks: nn.Module | Sequence[nn.Module], config: EntropyConfig) -> SwapHandle:
@@ -237,11 +100,11 @@ def swap_output_layer(model_or_chunks: nn.Module | Sequence[nn.Module], config: 
         raise ValueError(f"config: expected an EntropyConfig, got {config!r}")
     chunks = [model_or_chunks] if isinstance(model_or_chunks, nn.Module) else list(model_or_chunks)
     models = [model for chunk in chunks if (model := _model_with_head(chunk)) is not None]
-    swapped = [getattr(model, _SWAP, None) for model in models]
+    swapped = [getattr(model, SWAP, None) for model in models]
     for model, head in zip(models, swapped, strict=True):
         _check_model(model, head, config)
     return SwapHandle(
-        config, [head or _SwappedHead(model, config) for model, head in zip(models, swapped, strict=True)]
+        config, [head or SwappedHead(model, config) for model, head in zip(models, swapped, strict=True)]
     )
 
 
@@ -270,21 +133,7 @@ def _model_with_head(chunk: Any) -> Any | None:
     return chunk if chunk.post_process else None
 
 
-def _name_of_head_caller(model: Any) -> str:
-    """The method that is given labels and calls the output layer."""
-    if hasattr(model, "_postprocess"):
-        return "_postprocess"
-    # HybridModel, and MambaModel before 0.18, end their forward with it. By name: neither is in every
-    # version, and other kinds of model have a forward that takes labels too.
-    if {"HybridModel", "MambaModel"} & {kind.__name__ for kind in type(model).__mro__}:
-        return "forward"
-    raise ValueError(
-        "model: expected a GPTModel of megatron-core 0.13 or newer, a HybridModel or a MambaModel, got a "
-        f"{type(model).__name__} without _postprocess"
-    )
-
-
-def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -> None:
+def _check_model(model: Any, head: SwappedHead | None, config: EntropyConfig) -> None:
     if head is not None:
         if head.config != config:
             raise ValueError(
@@ -292,10 +141,4 @@ def _check_model(model: Any, head: _SwappedHead | None, config: EntropyConfig) -
                 "restore() on its handle first"
             )
         return
-    for method in (_name_of_head_caller(model), "compute_language_model_loss"):
-        if method in vars(model):
-            raise ValueError(
-                f"model: expected {type(model).__name__}'s own {method}, got one that something else has put "
-                "in its place"
-            )
-    check_supported(getattr(model, "output_layer", None))
+    check_model(model, config)

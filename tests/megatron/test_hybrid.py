@@ -42,7 +42,7 @@ pytestmark = needs_megatron
 COEFFICIENT = 0.3
 
 
-def hybrid_model(config: Any, options: TinyGPT) -> Any:
+def hybrid_model(config: Any, options: TinyGPT, _virtual_stage: int = 0) -> Any:
     """Two attention and two MLP layers, and as many more for each MTP layer."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec

@@ -119,7 +119,6 @@ def refusals(options: TinyGPT) -> dict[str, str]:
         refused("wrapper", lambda core: setattr(core, "output_layer", torch.nn.Sequential(core.output_layer)))
         refused("deferred", lambda core: setattr(core.config, "defer_embedding_wgrad_compute", True))
         refused("1f1b", lambda core: setattr(core.config, "overlap_moe_expert_parallel_comm", True))
-        refused("mup", lambda core: setattr(core.config, "use_mup", True))
         refused("no head", lambda core: delattr(core, "output_layer"))
         refused("patched", lambda core: setattr(core, "compute_language_model_loss", lambda *_: None))
         refused("no model", lambda core: torch.nn.Linear(2, 2))
@@ -133,7 +132,6 @@ def test_heads_that_would_be_bypassed_are_refused_by_name() -> None:
     assert "defer_embedding_wgrad_compute" in messages["deferred"]
     assert "compute_language_model_loss" in messages["patched"]
     assert "overlap_moe_expert_parallel_comm" in messages["1f1b"]
-    assert "use_mup" in messages["mup"]
     assert "expected Megatron's ColumnParallelLinear, got builtins.NoneType" in messages["no head"]
     assert "Linear" in messages["no model"]
 

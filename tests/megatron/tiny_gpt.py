@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy.megatron.cpu import megatron_on_cpu
+from tests.megatron.weights import fill, global_name, is_idle, shard_dimension
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
@@ -38,12 +38,16 @@ needs_megatron = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class TinyGPT:
-    """What to build. Ranks that tensor and pipeline parallelism leave over are data-parallel."""
+    """What to build. Ranks that tensor, pipeline and context parallelism leave over are data-parallel."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_stages: int = 1  # model chunks of a pipeline rank
+    context_parallel: int = 1
+    expert_parallel: int = 1
     sequence_parallel: bool = False
     tied: bool = False
+    parallel_output: bool = True
     mtp_layers: int = 0
     dtype: torch.dtype = torch.float32
     vocab_size: int = 61  # tokens are below it
@@ -51,6 +55,8 @@ class TinyGPT:
     hidden_size: int = 32
     layers: int = 2
     heads: int = 4
+    attention: bool = True  # without, each token is on its own
+    experts: int = 0
     sequence_length: int = 8
     micro_batch_size: int = 2
     seed: int = 1234
@@ -104,7 +110,12 @@ def model_parallel(options: TinyGPT) -> Iterator[None]:
 
         try:
             parallel_state.initialize_model_parallel(
-                options.tensor_parallel, options.pipeline_parallel, distributed_timeout_minutes=2
+                options.tensor_parallel,
+                options.pipeline_parallel,
+                options.virtual_stages if options.virtual_stages > 1 else None,
+                context_parallel_size=options.context_parallel,
+                expert_model_parallel_size=options.expert_parallel,
+                distributed_timeout_minutes=2,
             )
             model_parallel_cuda_manual_seed(options.seed)
             yield
@@ -113,12 +124,18 @@ def model_parallel(options: TinyGPT) -> Iterator[None]:
             MTPLossLoggingHelper.tracker.clear()  # its tensors have the size of this model
 
 
-def gpt_model(config: Any, options: TinyGPT) -> Any:
+def gpt_model(config: Any, options: TinyGPT, virtual_stage: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=options.experts or None)
+    if not options.attention:
+        spec.submodules.input_layernorm = IdentityOp
+        spec.submodules.self_attention = IdentityOp
+        spec.submodules.self_attn_bda = IdentityFuncOp
+    stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
     return GPTModel(
         config,
         spec,
@@ -126,26 +143,61 @@ def gpt_model(config: Any, options: TinyGPT) -> Any:
         max_sequence_length=options.sequence_length,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=options.tied,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=options.parallel_output,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         if options.mtp_layers
         else None,
+        **({"vp_stage": virtual_stage} if options.virtual_stages > 1 else {}),
     )
 
 
 def build(
     options: TinyGPT,
     prepare: Callable[[Any], Any] = lambda core: None,
-    construct: Callable[[Any, TinyGPT], Any] = gpt_model,
+    construct: Callable[[Any, TinyGPT, int], Any] = gpt_model,
 ) -> TinyModel:
     """This rank's stage with its seeded weights; `prepare(core)` runs before it is wrapped."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    (model,) = build_chunks(options, lambda cores: prepare(cores[0]), construct)
+    return model
+
+
+def build_chunks(
+    options: TinyGPT,
+    prepare: Callable[[list[Any]], Any],
+    construct: Callable[[Any, TinyGPT, int], Any] = gpt_model,
+) -> list[TinyModel]:
+    """This rank's chunks, `options.virtual_stages` of them, which `prepare(cores)` gets all at once."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
+
+    config = transformer_config(options)
+    cores = [construct(config, options, stage) for stage in range(options.virtual_stages)]
+    names = [
+        {name: global_name(core, name) for name, _ in core.named_parameters() if not is_idle(core, name)}
+        for core in cores
+    ]
+    for core, core_names in zip(cores, names, strict=True):
+        fill(core, core_names, options.seed)
+    prepared = prepare(cores)
+    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options.data_parallel})
+    return [
+        TinyModel(
+            options,
+            core,
+            DistributedDataParallel(
+                config, ddp_config, Float16Module(config, core) if config.bf16 or config.fp16 else core
+            ),
+            core_names,
+            prepared,
+        )
+        for core, core_names in zip(cores, names, strict=True)
+    ]
+
+
+def transformer_config(options: TinyGPT) -> Any:
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     arguments: dict[str, Any] = dict(
@@ -154,6 +206,8 @@ def build(
         num_attention_heads=options.heads,
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.pipeline_parallel,
+        context_parallel_size=options.context_parallel,
+        expert_model_parallel_size=options.expert_parallel,
         sequence_parallel=options.sequence_parallel,
         mtp_num_layers=options.mtp_layers or None,
         mtp_loss_scaling_factor=0.1,
@@ -166,16 +220,18 @@ def build(
         attention_dropout=0.0,
         finalize_model_grads_func=finalize_model_grads,
     )
-    config = TransformerConfig(**{**arguments, **options.transformer})
-    core = construct(config, options)
-    names = {
-        name: _global_name(core, name) for name, _ in core.named_parameters() if not _is_idle(core, name)
-    }
-    _fill(core, names, options.seed)
-    prepared = prepare(core)
-    module = Float16Module(config, core) if config.bf16 or config.fp16 else core
-    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options.data_parallel})
-    return TinyModel(options, core, DistributedDataParallel(config, ddp_config, module), names, prepared)
+    if options.virtual_stages > 1:
+        arguments["virtual_pipeline_model_parallel_size"] = options.virtual_stages
+    if options.experts:
+        arguments |= dict(
+            num_moe_experts=options.experts,
+            moe_router_topk=2,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="allgather",  # the others have CUDA streams
+            moe_router_dtype="fp64",
+            add_bias_linear=False,
+        )
+    return TransformerConfig(**{**arguments, **options.transformer})
 
 
 def make_batch(options: TinyGPT, index: int = 0) -> Batch:
@@ -212,16 +268,18 @@ def masked_mean(output: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
 
 
 def train(
-    model: TinyModel,
+    model: TinyModel | list[TinyModel],
     *,
     forward: Forward = forward_with_labels,
     loss_function: LossFunction = masked_mean,
     num_microbatches: int = 2,
+    batch_of: Callable[[TinyGPT, int], Batch] = make_batch,
 ) -> Step:
     """Forward and backward of `num_microbatches` batches by Megatron's schedule.
 
     `forward(module, batch)` gives the output, and `loss_function(output, batch)` on the last stage
     what Megatron's loss functions give: (loss, report) or (loss, number of tokens, report).
+    `batch_of(options, index)` gives a micro-batch; its columns are the sequence of one rank.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -229,28 +287,35 @@ def train(
         batch = next(batches)
         return forward(module, batch), lambda output: loss_function(output, batch)
 
-    model.wrapped.zero_grad_buffer()  # main_grad
-    model.wrapped.zero_grad()  # .grad, which Megatron's optimizers make main_grad
+    chunks = model if isinstance(model, list) else [model]
+    options = chunks[0].options
+    for chunk in chunks:
+        chunk.wrapped.zero_grad_buffer()  # main_grad
+        chunk.wrapped.zero_grad()  # .grad, which Megatron's optimizers make main_grad
+    batches = [batch_of(options, index) for index in range(num_microbatches)]
+    iterators = [iter(batches) for _ in chunks]
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter([make_batch(model.options, index) for index in range(num_microbatches)]),
-        model=[model.wrapped],
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=[chunk.wrapped for chunk in chunks],
         num_microbatches=num_microbatches,
-        seq_length=model.options.sequence_length,
-        micro_batch_size=model.options.micro_batch_size,
+        seq_length=options.sequence_length,
+        micro_batch_size=options.micro_batch_size,
         forward_only=False,
     )
     gradients = {name: p.main_grad.clone() for name, p in parameters(model).items() if p.requires_grad}
     return Step(losses, gradients)
 
 
-def parameters(model: TinyModel) -> dict[str, torch.nn.Parameter]:
+def parameters(model: TinyModel | list[TinyModel]) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters by global name."""
+    if isinstance(model, list):
+        return {name: parameter for chunk in model for name, parameter in parameters(chunk).items()}
     by_name = dict(model.core.named_parameters())
     return {model.names[name]: by_name[name] for name in model.names}
 
 
-def gather(model: TinyModel, step: Step) -> Step:
+def gather(model: TinyModel | list[TinyModel], step: Step) -> Step:
     """Reports and whole gradients on every rank. Copies of one shard that differ are an error."""
     from megatron.core import parallel_state
 
@@ -258,7 +323,7 @@ def gather(model: TinyModel, step: Step) -> Step:
     mine: list[tuple[str, int, int | None, Tensor]] = []
     for name, parameter in parameters(model).items():
         if name in step.gradients:
-            mine.append((name, tp_rank, _shard_dimension(parameter), step.gradients[name]))
+            mine.append((name, tp_rank, shard_dimension(parameter), step.gradients[name]))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (step.losses, mine))
 
@@ -275,44 +340,3 @@ def gather(model: TinyModel, step: Step) -> Step:
         parts = [shards[name][rank] for rank in sorted(shards[name])]
         gradients[name] = parts[0] if dimension is None else torch.cat(parts, dimension)
     return Step(next(losses for losses, _ in everyone if losses), gradients)
-
-
-def _shard_dimension(parameter: Tensor) -> int | None:
-    """Along which dimension tensor parallelism cuts a parameter."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-
-
-def _global_name(core: Any, name: str) -> str:
-    """A parameter's name with its layer's number in the whole model; one name for tied weights."""
-    if name.startswith("decoder.layers."):
-        *prefix, index, rest = name.split(".", 3)
-        return ".".join([*prefix, str(core.decoder.layers[int(index)].layer_number - 1), rest])
-    if name == "output_layer.weight" and core.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"
-    return name
-
-
-def _is_idle(core: Any, name: str) -> bool:
-    """A last stage with MTP layers has an embedding, which tied weights use; its head's own idles."""
-    tied = core.share_embeddings_and_output_weights
-    return tied and name == "output_layer.weight" and hasattr(core, "embedding")
-
-
-@torch.no_grad()
-def _fill(core: Any, names: Mapping[str, str], seed: int) -> None:
-    """This rank's shards of weights drawn by name; norms are around 1, the rest around 0."""
-    from megatron.core import parallel_state
-
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    by_name = dict(core.named_parameters())
-    for name, global_name in names.items():
-        parameter = by_name[name]
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(global_name.encode()))
-        dimension, shape = _shard_dimension(parameter), list(parameter.shape)
-        if dimension is not None:
-            shape[dimension] *= tp_size
-        whole = 0.2 * torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
-            whole += 1
-        parameter.copy_(whole if dimension is None else whole.chunk(tp_size, dimension)[tp_rank])
