@@ -22,6 +22,8 @@ from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics
 
 _SWAP = "_mcore_entropy_swap"
+# Arguments of Megatron-LM under which its own hooks or losses read the output layer's logits.
+_TAKE_LOGITS = ("logits_save_dir", "logits_load_dir", "modelopt_enabled")
 
 
 @dataclass
@@ -243,10 +245,17 @@ def swap_from_args(
     """`swap_output_layer` if the arguments of `add_entropy_args` ask for it; gives the model or chunks back.
 
     Raises:
-        ValueError: see `swap_output_layer` and `config_from_args`.
+        ValueError: see `swap_output_layer` and `config_from_args`; or `args` also ask Megatron-LM for
+            something that takes the head's logits.
     """
     config = config_from_args(args)
     if config is not None:
+        for name in _TAKE_LOGITS:
+            if getattr(args, name, None):
+                raise ValueError(
+                    f"{name}: expected it off, got {getattr(args, name)!r}; distillation takes the logits of "
+                    "the output layer, and with the entropy-aware one there are none"
+                )
         swap_output_layer(model_or_chunks, config)
     return model_or_chunks
 
