@@ -1,8 +1,7 @@
 """A script of Megatron-LM, such as pretrain_gpt.py, on the CPU: torchrun ... run_on_cpu.py SCRIPT ARGUMENTS
 
-`megatron_on_cpu` does the same for Megatron-core. The scripts insist on CUDA in further places, which this program
-gives them for as long as it runs. megatron-core must be installed, and comes before the checkout's own: it has its
-index builder compiled.
+`megatron_on_cpu` does it for Megatron-core; the scripts ask for CUDA in further places, and get answers here.
+An installed megatron-core comes before the checkout's own, because it has its index builder compiled.
 """
 
 from __future__ import annotations
@@ -15,21 +14,37 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mcore_entropy.megatron.cpu import megatron_on_cpu
 
 
+class CudaMeansCpu(TorchFunctionMode):
+    """Every function of torch that is given a CUDA device takes the CPU: ``torch.rand(2, device="cuda")``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*(on_cpu(value) for value in args), **keywords)
+
+
+def on_cpu(value: Any) -> Any:
+    """The CPU for a CUDA device or its name; anything else as it is."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
 class NoStream(contextlib.nullcontext[None]):
-    """A CUDA stream or event of a machine without any: everything has happened already."""
+    """A stream or event of a machine where everything has happened already."""
 
     def __getattr__(self, _name: str) -> Any:
         return lambda *_args, **_keywords: None
 
 
 def pretend_cuda() -> None:
-    """What Megatron-LM's scripts ask of torch.cuda, answered as far as it matters to them."""
+    """What the scripts ask of torch.cuda, answered as far as it matters to them."""
     cuda: Any = torch.cuda
-    cuda.is_available = cuda.is_initialized = lambda: True  # arguments.py, initialize.py
+    cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: 1
     cuda.set_device = lambda _device: None
     cuda.get_device_capability = lambda *_device: (8, 0)
@@ -38,23 +53,24 @@ def pretend_cuda() -> None:
     )
     cuda.Stream = cuda.Event = lambda *_args, **_keywords: NoStream()
     cuda.stream = lambda _stream: contextlib.nullcontext()
-    for counter in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, counter, lambda *_device: 0)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, lambda *_device: 0)
     cuda.memory_stats = lambda *_device: {}
     cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *_device: None
+    cuda.FloatTensor, cuda.IntTensor, cuda.LongTensor = torch.FloatTensor, torch.IntTensor, torch.LongTensor
+    torch.accelerator.is_available = lambda: False  # DataLoader, before it pins memory
     torch.nn.Module.cuda = lambda self, *_device: self  # type: ignore[method-assign]
 
 
 def main() -> None:
     script = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
-    sys.path[0] = ""  # where this file lies, Megatron-LM looks for nothing
     sys.path.append(str(script.parent))
     pretend_cuda()
-    with megatron_on_cpu():
+    with megatron_on_cpu(), CudaMeansCpu():
         import megatron.core.datasets.utils
 
-        megatron.core.datasets.utils.compile_helpers = lambda: None  # the package has them compiled
+        megatron.core.datasets.utils.compile_helpers = lambda: None
         runpy.run_path(str(script), run_name="__main__")
 
 
