@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,15 +63,23 @@ def pretend_cuda() -> None:
     torch.nn.Module.cuda = lambda self, *_device: self  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def megatron_lm_on_cpu(checkout: Path) -> Iterator[None]:
+    """A checkout's scripts run inside, and find its packages; the process is good for nothing else then."""
+    sys.path.append(str(checkout))
+    pretend_cuda()
+    with megatron_on_cpu(), CudaMeansCpu():
+        import megatron.training.initialize
+
+        # The index builder, and up to 0.17 CUDA kernels.
+        megatron.training.initialize._compile_dependencies = lambda: None
+        yield
+
+
 def main() -> None:
     script = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
-    sys.path.append(str(script.parent))
-    pretend_cuda()
-    with megatron_on_cpu(), CudaMeansCpu():
-        import megatron.core.datasets.utils
-
-        megatron.core.datasets.utils.compile_helpers = lambda: None
+    with megatron_lm_on_cpu(script.parent):
         runpy.run_path(str(script), run_name="__main__")
 
 
