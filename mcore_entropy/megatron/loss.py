@@ -143,7 +143,8 @@ def entropy_loss_func(loss_func: LossFunction, arguments: Callable[[], argparse.
             config = config_from_args(arguments())
             if config is None:
                 raise ValueError("entropy_aware_output_layer: expected True for a swapped head, got False")
-            made.append(EntropyLoss(config, loss_func, lambda: int(arguments().curr_iteration)))
+            # Megatron counts iterations from 0, and shows them from 1.
+            made.append(EntropyLoss(config, loss_func, lambda: int(arguments().curr_iteration) + 1))
         return made[0](loss_mask, output, *args, **keywords)
 
     return with_entropy

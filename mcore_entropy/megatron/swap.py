@@ -14,6 +14,9 @@ from mcore_entropy.megatron.arguments import EntropyConfig, config_from_args
 from mcore_entropy.megatron.supported import check_model
 from mcore_entropy.megatron.swapped_head import SWAP, Request, SwappedHead
 
+# Arguments of Megatron-LM under which its own hooks or losses read the output layer's logits.
+_TAKE_LOGITS = ("logits_save_dir", "logits_load_dir", "modelopt_enabled")
+
 
 class SwapHandle:
     """What `swap_output_layer` did to a model or its chunks, to pass requests through and to undo it."""
@@ -114,10 +117,17 @@ def swap_from_args(
     """`swap_output_layer` if the arguments of `add_entropy_args` ask for it; gives the model or chunks back.
 
     Raises:
-        ValueError: see `swap_output_layer` and `config_from_args`.
+        ValueError: see `swap_output_layer` and `config_from_args`; or `args` also ask Megatron-LM for
+            something that takes the head's logits.
     """
     config = config_from_args(args)
     if config is not None:
+        for name in _TAKE_LOGITS:
+            if getattr(args, name, None):
+                raise ValueError(
+                    f"{name}: expected it off, got {getattr(args, name)!r}; distillation takes the logits of "
+                    "the output layer, and with the entropy-aware one there are none"
+                )
         swap_output_layer(model_or_chunks, config)
     return model_or_chunks
 

@@ -135,6 +135,19 @@ def test_from_arguments_only_when_called() -> None:
     assert torch.equal(loss_func(MASK, output)[0], right[0])
 
 
+def test_log_interval_follows_the_iterations_that_megatron_shows() -> None:
+    """Iteration n of the log lines has curr_iteration n - 1; 4 and 8 are to be measured, and the first."""
+    given = ["--entropy-aware-output-layer", "--entropy-log-interval", "4"]
+    args = add_entropy_args(argparse.ArgumentParser()).parse_args(given)
+    loss_func = entropy_loss_func(masked_token_sum, lambda: args)
+    shown = {}
+    for number in range(2, 10):
+        args.curr_iteration = number - 1
+        sums, count = loss_func(MASK, statistics(entropy=torch.full(SHAPE, float(number))))[2]["entropy"]
+        shown[number] = (sums / count).item()
+    assert shown == {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8, 9: 8}
+
+
 def per_token_mean(step: Step) -> Step:
     """Reports [sum, count] as means."""
     return Step(
