@@ -102,11 +102,7 @@ def _find_python(minor: str) -> Path:
     """The running interpreter, one on PATH, or one of pyenv's, active or not."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     of_pyenv = sorted(pyenv.glob(f"{minor}.*/bin/python"), reverse=True)
-    candidates = [
-        sys.executable,
-        f"python{minor}",
-        *sorted(pyenv.glob(f"{minor}.*/bin/python"), reverse=True),
-    ]
+    candidates = [sys.executable, f"python{minor}", *of_pyenv]
     program = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2], sys.executable)"
     for candidate in candidates:
         # A pyenv shim is on PATH even for versions that are not active: only running it tells.
