@@ -48,7 +48,8 @@ def read_junit(file: Path) -> tuple[int, int, int, tuple[str, ...]]:
     skipped: dict[str, str] = {}
     names: dict[str, None] = {}
     for case in ElementTree.parse(file).getroot().iter("testcase"):
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        module = case.get("classname", "").rpartition(".")[2]  # none where the module cannot be imported
+        name = f"{module}::{case.get('name')}" if module else case.get("name", "")
         names[name] = None
         for outcome in case:
             if outcome.tag in ("failure", "error"):
