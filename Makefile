@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter test demo benchmark format dist clean
+.PHONY: help setup lint types pytest interpreter test compat demo benchmark format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -53,6 +53,10 @@ interpreter: $(STAMP) ## the Triton backend's tests in Triton's interpreter, on 
 	    -m "not uninterpreted" -k "not float64" -W ignore::RuntimeWarning:triton $(ARGS)
 
 test: lint types pytest interpreter ## lint, types and all tests
+
+# It makes its own environments, a small one for each version: docs/compatibility.md.
+compat: ## the Megatron tests on every supported megatron-core: make compat ARGS='0.13.1 -k swap'
+	$(PYTHON) -m tests.compatibility $(ARGS)
 
 demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
