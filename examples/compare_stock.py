@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-from mcore_entropy import EntropyConfig, swap_output_layer
+from mcore_entropy import EntropyConfig, TokenStatistics, swap_output_layer
 
 # The largest difference allowed: of loss and entropy, as a share of their value; of a gradient, as a share of
 # its largest entry on any rank. A wrong mask or scale, or a missing reduction, makes one of order 1.
@@ -39,13 +38,13 @@ class Sums(NamedTuple):
     tokens: int
 
 
-Head = Callable[[Any, ModelInputs], Any]  # (model, inputs) -> log_probs and entropy, [b, s] each
+Head = Callable[[Any, ModelInputs], TokenStatistics]  # (model, inputs) -> log_probs and entropy, [b, s] each
 
 
 def entropy_aware_head(handle: Any) -> Head:
     """How to call a swapped model: with labels it gives TokenStatistics, and masked tokens cost nothing."""
 
-    def head(model: Any, inputs: ModelInputs) -> Any:
+    def head(model: Any, inputs: ModelInputs) -> TokenStatistics:
         with handle.request(mask=inputs.loss_mask):
             return model(inputs.tokens, inputs.position_ids, inputs.attention_mask, labels=inputs.labels)
 
@@ -55,14 +54,14 @@ def entropy_aware_head(handle: Any) -> Head:
 def stock_head(gpt: GPTModel) -> Head:
     """Megatron's logits and loss, and the entropy the plain way: the vocabulary gathered on each rank."""
 
-    def head(model: Any, inputs: ModelInputs) -> Any:
+    def head(model: Any, inputs: ModelInputs) -> TokenStatistics:
         logits = model(inputs.tokens, inputs.position_ids, inputs.attention_mask)  # [b, s, V/tp]
         log_p = gather_from_tensor_model_parallel_region(logits.float()).log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         # Megatron's loss wants [s, b, V/tp], and writes into fp32 logits: hence a copy.
         copy = logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         loss = gpt.compute_language_model_loss(inputs.labels, copy)
-        return SimpleNamespace(log_probs=-loss, entropy=entropy)
+        return TokenStatistics(log_probs=-loss, entropy=entropy)
 
     return head
 

@@ -1,4 +1,4 @@
-"""The training loop: Megatron's schedule and optimizer, and a loss of log-probability and entropy."""
+"""The training loop: Megatron's schedule and optimizer, and `EntropyLoss`."""
 
 from __future__ import annotations
 
@@ -25,32 +25,28 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
 from mcore_entropy import EntropyConfig, swap_output_layer
-
-
-def loss_func(loss_mask: torch.Tensor, entropy_coeff: float, statistics: Any) -> tuple[torch.Tensor, ...]:
-    """Megatron's per-token form: the sum over a micro-batch, its number of tokens, and what to log."""
-    loss = -(statistics.log_probs * loss_mask).sum()
-    entropy = (statistics.entropy * loss_mask).sum()
-    num_tokens = loss_mask.sum().int()
-    objective = loss - entropy_coeff * entropy if entropy_coeff else loss  # at 0 it is only watched
-    return objective, num_tokens, torch.stack([loss.detach(), entropy.detach(), num_tokens])
+from mcore_entropy.megatron.loss import EntropyLoss
 
 
 def forward_step(
-    batches: Iterator[ModelInputs], model: Any, *, head: Head, entropy_coeff: float
+    batches: Iterator[ModelInputs], model: Any, *, head: Head, loss_func: EntropyLoss
 ) -> tuple[Any, Any]:
     inputs = next(batches)
-    return head(model, inputs), partial(loss_func, inputs.loss_mask, entropy_coeff)
+    return head(model, inputs), partial(loss_func, inputs.loss_mask)
 
 
 def compute_gradients(
-    head: Head, *, model: DistributedDataParallel, micro_batches: Sequence[ModelInputs], entropy_coeff: float
+    head: Head,
+    *,
+    model: DistributedDataParallel,
+    micro_batches: Sequence[ModelInputs],
+    loss_func: EntropyLoss,
 ) -> Sums:
     """Leaves the gradients of all ranks' micro-batches in main_grad; returns their loss and entropy."""
     model.zero_grad_buffer()
     tokens = micro_batches[0].tokens
     logged = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, head=head, entropy_coeff=entropy_coeff),
+        forward_step_func=partial(forward_step, head=head, loss_func=loss_func),
         data_iterator=iter(micro_batches),
         model=[model],
         num_microbatches=len(micro_batches),
@@ -58,17 +54,19 @@ def compute_gradients(
         micro_batch_size=tokens.size(0),
         forward_only=False,
     )
-    sums = torch.stack(logged).sum(0)
+    # Each report of each micro-batch is [sum, number of tokens].
+    sums = torch.stack([torch.stack([report["lm loss"], report["entropy"]]) for report in logged]).sum(0)
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    loss, entropy, num_tokens = sums.tolist()
-    return Sums(loss / max(num_tokens, 1), entropy / max(num_tokens, 1), int(num_tokens))
+    (loss, tokens), (entropy, _) = sums.tolist()
+    return Sums(loss / max(tokens, 1), entropy / max(tokens, 1), int(tokens))
 
 
 def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     """Trains, fills the folder --save, and returns the exit code: 1 where --compare-stock fails."""
     config = megatron_gpt.transformer_config(args)
     gpt = megatron_gpt.build_model(args, config, world)
-    entropy_config = EntropyConfig(chunk_size=args.chunk_size)
+    entropy_config = EntropyConfig(chunk_size=args.chunk_size, entropy_coeff=args.entropy_coeff)
+    loss_func = EntropyLoss(entropy_config)
     if args.compare_stock:  # it swaps and restores at every step
         comparison = Comparison(gpt, entropy_config)
         run_step = comparison.step
@@ -101,9 +99,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
             ModelInputs.from_rows(micro_batch, end_of_text=END_OF_TEXT_ID, device=world.device)
             for micro_batch in rows_of_this_rank(rows, args)
         ]
-        compute = partial(
-            compute_gradients, model=model, micro_batches=micro_batches, entropy_coeff=args.entropy_coeff
-        )
+        compute = partial(compute_gradients, model=model, micro_batches=micro_batches, loss_func=loss_func)
         optimizer.zero_grad()
         sums = run_step(compute)
         scheduler.step(increment=1)
