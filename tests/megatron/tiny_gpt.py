@@ -141,7 +141,7 @@ def gpt_model(config: Any, options: TinyGPT, virtual_stage: int) -> Any:
         spec,
         vocab_size=options.padded_vocab_size,
         max_sequence_length=options.sequence_length,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if options.attention else "none",
         share_embeddings_and_output_weights=options.tied,
         parallel_output=options.parallel_output,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
