@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_gpt.py with the entropy written out: stock logits, all of them, fp64 autograd.
+"""Megatron-LM's pretrain_gpt.py with head, loss and entropy written out: dense, in fp64, by autograd.
 
     torchrun ... tests/patches/dense_head.py PRETRAIN_GPT ARGUMENTS
 
@@ -24,6 +24,25 @@ from run_on_cpu import megatron_lm_on_cpu
 MAIN = 'if __name__ == "__main__":\n'
 
 
+def exact_head(layer: Any) -> Any:
+    """A forward for Megatron's output layer with the product in fp64, and no shortcut in its backward."""
+    from megatron.core.tensor_parallel import mappings
+
+    def forward(
+        input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        whole = (
+            mappings.gather_from_sequence_parallel_region(input_)
+            if layer.sequence_parallel
+            else mappings.copy_to_tensor_model_parallel_region(input_)
+        )
+        return torch.nn.functional.linear(
+            whole.double(), (layer.weight if weight is None else weight).double()
+        ), None
+
+    return forward
+
+
 def gathered(logits: Tensor) -> Tensor:
     """[b, s, V/tp] of each rank as [b, s, V]; every rank has the same gradient, and takes its slice of it."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -33,7 +52,7 @@ def gathered(logits: Tensor) -> Tensor:
 
 def dense_loss(loss_mask: Tensor, labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss, its number of tokens, and the means that `--entropy-metrics` can report."""
-    log_p = gathered(logits).double().log_softmax(-1)
+    log_p = gathered(logits).log_softmax(-1)
     p = log_p.exp()
     entropy = -(p * log_p).sum(-1)
     per_token = {
@@ -60,6 +79,11 @@ def forward_step_of(script: dict[str, Any]) -> Any:
         else:  # 0.16
             names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", "packed")
             named = dict(zip(names, batch, strict=True))
+        core = model
+        while hasattr(core, "module"):
+            core = core.module
+        if core.post_process:
+            core.output_layer.forward = exact_head(core.output_layer)
         logits = model(named["tokens"], named["position_ids"], named["attention_mask"])
         return logits, partial(dense_loss, named["loss_mask"], named["labels"])
 

@@ -44,6 +44,7 @@ class Proof:
 
     checkout: Path
     work: Path
+    runs: int = 0
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -80,6 +81,8 @@ class Proof:
             DENSE_COEFF=coefficient,
         )
         found = reported(log)
+        self.runs += 1
+        (self.work / f"{self.runs:02d} {program} {layout}.log").write_text(log, encoding="utf-8")
         if max(found["lm loss"]) != ITERATIONS:
             raise SystemExit(
                 f"{program}, {layout}: expected {ITERATIONS} iterations in the log:\n{log[-3000:]}"

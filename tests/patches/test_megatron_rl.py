@@ -177,7 +177,7 @@ def batches_of_log_probs(options: TinyGPT, folder: str) -> tuple[Tensor, Tensor,
 
 
 def test_log_probs_of_a_bf16_model_are_fp32(patched: str) -> None:
-    """Stock's are bf16, off by half a bf16 ulp of 4; ours differ from fp64 by the rounding of logits alone."""
+    """Stock's are bf16, off by half a bf16 ulp of 4; ours differ from fp64 by their logits' rounding."""
     options = TinyGPT(tensor_parallel=2, dtype=torch.bfloat16)
     for log_probs, right, stock in run_ranks(2, batches_of_log_probs, options, patched):
         assert log_probs.dtype == torch.float32 and stock.dtype == torch.bfloat16
