@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A GPT of about 100 million parameters on two tensor-parallel GPUs, in bf16. Further arguments are Megatron-LM's.
+# A GPT of about 85 million parameters in bf16, tensor parallel over GPUS (2) GPUs. Further arguments are Megatron-LM's.
 #   MEGATRON_LM=<patched checkout> DATA=<prefix of an indexed data set> ./pretrain_gpu.sh --save checkpoints
 set -euo pipefail
 : "${MEGATRON_LM:?expected a checkout of Megatron-LM, patched by patches/apply.py}"
@@ -7,7 +7,7 @@ set -euo pipefail
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node 2 "$MEGATRON_LM/pretrain_gpt.py" \
+exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node "${GPUS:=2}" "$MEGATRON_LM/pretrain_gpt.py" \
     --num-layers 12 \
     --hidden-size 768 \
     --num-attention-heads 12 \
@@ -28,7 +28,7 @@ exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node 
     --log-interval 10 \
     --eval-interval 500 \
     --eval-iters 10 \
-    --tensor-model-parallel-size 2 \
+    --tensor-model-parallel-size "$GPUS" \
     --sequence-parallel \
     --entropy-aware-output-layer \
     --entropy-log-interval 10 \
