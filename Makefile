@@ -18,10 +18,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter test compat demo benchmark format dist clean
+.PHONY: help setup lint types pytest interpreter test compat demo benchmark megatron-lm format dist clean
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 setup: $(STAMP) ## create $(VENV) and install the package, editable, with all that development needs
 
@@ -64,6 +64,11 @@ demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 
 benchmark: $(STAMP) ## time and peak memory against eager
 	$(BIN)/python -m tests.benchmarks.fused_head $(ARGS)
+
+# make megatron-lm MEGATRON_LM=<unpatched checkout of a version in patches/>; docs/megatron_lm.md has its figures
+megatron-lm: $(STAMP) ## Megatron-LM's own pretrain_gpt.py, patched, against the unpatched one, on the CPU
+	$(PIP) install --quiet tensorboard six regex pydantic # what Megatron-LM's scripts import
+	$(BIN)/python -m tests.patches.prove_on_cpu $(MEGATRON_LM)
 
 format: $(STAMP) ## reformat, and mend what ruff can mend
 	$(BIN)/ruff check --fix .

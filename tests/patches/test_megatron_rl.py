@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +59,14 @@ def rl_utils_of(folder: str) -> Any:
 
     assert megatron.rl.rl_utils.__file__ is not None and megatron.rl.rl_utils.__file__.startswith(folder)
     return megatron.rl.rl_utils
+
+
+@contextlib.contextmanager
+def as_trained(rl_utils: Any, args: argparse.Namespace) -> Iterator[None]:
+    """What Megatron's training loop would have set up: the arguments, and a timer for each range."""
+    untimed = mock.Mock(return_value=contextlib.nullcontext())
+    with mock.patch.multiple(rl_utils, get_args=lambda: args, get_nvtx_range=lambda: untimed):
+        yield
 
 
 class Unpacked(nn.Module):
@@ -122,7 +133,7 @@ def patched_step(options: TinyGPT, weight: float, folder: str) -> Step:
         )
         return masked(total, entropy, batch)
 
-    with model_parallel(options), mock.patch.object(rl_utils, "get_args", return_value=args):
+    with model_parallel(options), as_trained(rl_utils, args):
         model = build(options, prepare=lambda core: swap_for_rl([core], args))
         return gather(model, train(model, forward=forward, loss_function=loss))
 
@@ -150,7 +161,7 @@ def batches_of_log_probs(options: TinyGPT, folder: str) -> tuple[Tensor, Tensor,
     args = arguments()
     rl_utils = rl_utils_of(folder)
     batch = make_batch(options)
-    with model_parallel(options), mock.patch.object(rl_utils, "get_args", return_value=args):
+    with model_parallel(options), as_trained(rl_utils, args):
         stock = build(options).wrapped
         stock.eval()
         logits = stock(
