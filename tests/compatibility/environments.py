@@ -62,7 +62,8 @@ def build(release: Release) -> Path:
 
     own = ROOT / f".venv-compat-{release.version}"
     own_wants = ["--editable", ".[megatron]", f"megatron-core=={release.version}"]
-    recipe = [*base_wants, *own_wants, (ROOT / "pyproject.toml").read_text()]
+    requirements, _, _ = (ROOT / "pyproject.toml").read_text().partition("\n[tool.")
+    recipe = [*base_wants, *own_wants, requirements]
     if not _is_built(own, recipe):
         _create(own, base / "bin/python", "--without-pip")
         (_packages(own) / "shared.pth").write_text(f"{_packages(base)}\n")  # pip is there, too
@@ -82,8 +83,8 @@ def _create(environment: Path, python: Path, *options: str) -> None:
 
 def _install(environment: Path, wants: list[str], recipe: list[str] | None = None) -> None:
     pip = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    # --no-compile: Python compiles what is imported, a small part.
-    _call([*pip, "install", "--quiet", "--no-compile", *wants])
+    # Compiled here: every rank of every test imports all of it, and may not be allowed to write bytecode.
+    _call([*pip, "install", "--quiet", "--compile", *wants])
     (environment / "recipe").write_text("\n".join(recipe or wants))
 
 
