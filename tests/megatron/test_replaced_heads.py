@@ -194,7 +194,7 @@ def parallelism(options: TinyGPT) -> tuple[list[Any], list[Any]]:
             layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition))
             kinds.append(
                 [
-                    FullyShardedDataParallel._detect_parallelism_type(None, name, layer)
+                    FullyShardedDataParallel._detect_parallelism_type(FullyShardedDataParallel, name, layer)
                     for name, _ in layer.named_parameters()
                 ]
             )
