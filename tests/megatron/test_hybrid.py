@@ -86,7 +86,8 @@ def hybrid_model(config: Any, options: TinyGPT, _virtual_stage: int = 0) -> Any:
         ModuleSpec(module=stack, params={"post_layer_norm": False}, submodules=submodules(**layers)),
         vocab_size=options.padded_vocab_size,
         max_sequence_length=options.sequence_length,
-        position_embedding_type="rope",
+        # The forward of 0.13's MambaModel calls its rotary embedding with too few arguments.
+        position_embedding_type="none" if HybridModel is None else "rope",
         share_embeddings_and_output_weights=options.tied,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
