@@ -39,6 +39,9 @@ def model_and_optimizer(options: TinyGPT, swapped: bool) -> tuple[TinyModel, Any
 
     prepare = functools.partial(swap, config=EntropyConfig(chunk_size=6)) if swapped else lambda core: None
     model = build(options, prepare=prepare)
+    overlap = {"overlap_param_gather": options.data_parallel.get("overlap_param_gather", False)}
+    if not hasattr(OptimizerConfig, "overlap_param_gather"):  # before 0.14 DDP's config alone decides
+        overlap = {}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -51,7 +54,7 @@ def model_and_optimizer(options: TinyGPT, swapped: bool) -> tuple[TinyModel, Any
             loss_scale=LOSS_SCALE if options.dtype == torch.float16 else None,
             params_dtype=options.dtype,
             use_distributed_optimizer=options.data_parallel.get("use_distributed_optimizer", False),
-            overlap_param_gather=options.data_parallel.get("overlap_param_gather", False),
+            **overlap,
         ),
         [model.wrapped],
     )
