@@ -80,13 +80,14 @@ def hybrid_model(config: Any, options: TinyGPT, _virtual_stage: int = 0) -> Any:
         pattern = {"hybrid_layer_pattern": f"*-{halves}*-" + "/*-" * options.mtp_layers}
         if options.mtp_layers:
             layers["mtp_block_spec"] = get_gpt_mtp_block_spec(config, gpt, use_transformer_engine=False)
-    # Positions come from the causal mask alone: MambaModel 0.13 calls its rotary embedding with too little.
     return kind(
         config,
         # The stack's own last norm is Transformer Engine's.
         ModuleSpec(module=stack, params={"post_layer_norm": False}, submodules=submodules(**layers)),
         vocab_size=options.padded_vocab_size,
         max_sequence_length=options.sequence_length,
+        # The forward of 0.13's MambaModel calls its rotary embedding with too few arguments.
+        position_embedding_type="none" if HybridModel is None else "rope",
         share_embeddings_and_output_weights=options.tied,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -5,6 +5,7 @@ Stock and swapped models see the same micro-batches, others on each data-paralle
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -39,9 +40,8 @@ def model_and_optimizer(options: TinyGPT, swapped: bool) -> tuple[TinyModel, Any
 
     prepare = functools.partial(swap, config=EntropyConfig(chunk_size=6)) if swapped else lambda core: None
     model = build(options, prepare=prepare)
-    overlap = {"overlap_param_gather": options.data_parallel.get("overlap_param_gather", False)}
-    if not hasattr(OptimizerConfig, "overlap_param_gather"):  # before 0.14 DDP's config alone decides
-        overlap = {}
+    # The optimizer is told of it from megatron-core 0.14 on; DistributedDataParallel always was.
+    gathers = {"overlap_param_gather"} & {field.name for field in dataclasses.fields(OptimizerConfig)}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -54,7 +54,7 @@ def model_and_optimizer(options: TinyGPT, swapped: bool) -> tuple[TinyModel, Any
             loss_scale=LOSS_SCALE if options.dtype == torch.float16 else None,
             params_dtype=options.dtype,
             use_distributed_optimizer=options.data_parallel.get("use_distributed_optimizer", False),
-            **overlap,
+            **{name: options.data_parallel.get(name, False) for name in gathers},
         ),
         [model.wrapped],
     )
