@@ -46,11 +46,11 @@ def megatron_on_cpu() -> Iterator[None]:
     Enter and leave it from one thread, and do not start compiling CUDA code with ``torch.compile``
     in a process that compiled inside first, as its table of known functions is built once.
 
-    Runs on megatron-core 0.16.1 and 0.19.2: GPTModel from ``get_gpt_layer_local_spec`` with tensor,
-    sequence, pipeline (interleaved too) and expert parallelism (the "allgather" dispatcher), multi-token
-    prediction, tied weights, Float16Module, DistributedDataParallel, ``get_megatron_optimizer`` (plain
-    and distributed) with clipping. Context parallelism only where no attention runs: Megatron's own
-    needs Transformer Engine there.
+    Runs on megatron-core 0.13 to 0.19 (docs/compatibility.md): GPTModel from
+    ``get_gpt_layer_local_spec`` with tensor, sequence, pipeline (interleaved too) and expert
+    parallelism (the "allgather" dispatcher), multi-token prediction, tied weights, Float16Module,
+    DistributedDataParallel, ``get_megatron_optimizer`` (plain and distributed) with clipping. Context
+    parallelism only where no attention runs: Megatron's own needs Transformer Engine there.
     Not covered: TransformerEngine and apex kernels (layers, norms and Adam that Megatron takes from
     them where they are installed), overlapped gradient reduction over several optimizer instances,
     ``config.autocast_dtype``, CUDA graphs, Megatron-FSDP.
