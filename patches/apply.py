@@ -45,6 +45,11 @@ class PatchedFile:
         found = blob_hash(path.read_bytes())
         return {self.base: "base", self.patched: "patched"}.get(found, found)
 
+    def has_crlf_of_base(self, checkout: Path) -> bool:
+        """Whether the file is the base but for the ends of its lines."""
+        content = (checkout / self.path).read_bytes()
+        return blob_hash(content.replace(b"\r\n", b"\n")) == self.base
+
     def applied_to(self, base: bytes) -> bytes:
         """`base` with the patch's lines."""
         lines = base.splitlines(keepends=True)
@@ -134,7 +139,14 @@ def version_of(checkout: Path, versions: Sequence[Version]) -> tuple[Version, li
         if other.path == file.path
     )
     cause = "another version, or a change to the file"
+    if found != "missing" and file.has_crlf_of_base(checkout):
+        cause = "its lines end in CRLF, and must in LF"
     raise Refused(f"{file.path}: expected {expected}, got {found}; {cause}")
+
+
+def file_of(checkout: Path, file: PatchedFile) -> Path:
+    """What is to be changed: a link is followed, and stays."""
+    return (checkout / file.path).resolve()
 
 
 def replace_all(contents: dict[Path, bytes]) -> None:
@@ -176,11 +188,11 @@ def run(action: str, checkout: Path, versions: Sequence[Version]) -> str:
     if action == "apply":
         if patched:
             return f"{what}: patched already"
-        replace_all({(p := checkout / f.path): f.applied_to(p.read_bytes()) for f in version.files})
+        replace_all({(p := file_of(checkout, f)): f.applied_to(p.read_bytes()) for f in version.files})
         return f"{what}: patched {', '.join(file.path for file in version.files)}"
     if not patched:
         return f"{what}: not patched, nothing to revert"
-    replace_all({(p := checkout / f.path): f.reverted_from(p.read_bytes()) for f in patched})
+    replace_all({(p := file_of(checkout, f)): f.reverted_from(p.read_bytes()) for f in patched})
     return f"{what}: reverted {', '.join(file.path for file in patched)}"
 
 
@@ -201,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         print(run(args.action, args.checkout, known[args.target]))
-    except Refused as refusal:
+    except (Refused, OSError) as refusal:
         print(f"refused: {refusal}", file=sys.stderr)
         return 1
     return 0

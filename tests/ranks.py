@@ -190,9 +190,11 @@ def _worker(rank: int, world_size: int, port: int, pipe: connection.Connection, 
             try:
                 call = pipe.recv_bytes()
             except EOFError:
+                gc.unfreeze()  # for those that look at what is alive when Python ends
                 break
             if number > 0:
-                dist.destroy_process_group()  # of the call before: by now every rank is through with it
+                _destroy_group()  # of the call before: by now every rank is through with it
+                gc.freeze()  # what is left are modules: the next collection need not look at them
             try:
                 _make_group(dist.PrefixStore(f"call {number}", store), rank, world_size)
                 function, args = pickle.loads(call)
@@ -260,7 +262,9 @@ class _Torchrun:
 def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # the connections close with the last reference
+        # The connections close with the last reference. Groups in a cycle (a model's, a schedule's) would
+        # keep theirs, with threads that poll the closed end for ever: hundreds, busy, after some tests.
+        gc.collect()
 
 
 _torchrun: _Torchrun | None = None

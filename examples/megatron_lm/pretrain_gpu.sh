@@ -31,6 +31,5 @@ exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node 
     --tensor-model-parallel-size "$GPUS" \
     --sequence-parallel \
     --entropy-aware-output-layer \
-    --entropy-log-interval 10 \
     --entropy-metrics varentropy max_prob \
     "$@"

@@ -131,9 +131,15 @@ def add_entropy_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         "--entropy-log-interval",
         type=int,
         default=1,
-        help="Entropy and metrics are reported anew every so many iterations, and repeated in between.",
+        help="Entropy and metrics are reported anew every so many iterations, and repeated in between, so "
+        "that a mean over Megatron's own --log-interval lags behind.",
     )
     return parser
+
+
+def entropy_head_wanted(args: argparse.Namespace) -> bool:
+    """Whether the arguments of `add_entropy_args`, if they were added at all, ask for the swapped head."""
+    return bool(getattr(args, _TURNS_ON, False))
 
 
 def config_from_args(args: argparse.Namespace) -> EntropyConfig | None:
@@ -142,10 +148,10 @@ def config_from_args(args: argparse.Namespace) -> EntropyConfig | None:
     Raises:
         ValueError: an argument is out of its range, contradicts another, or would be ignored.
     """
-    if not getattr(args, _TURNS_ON):
+    if not entropy_head_wanted(args):
         defaults = add_entropy_args(argparse.ArgumentParser()).parse_args([])
         for name, default in vars(defaults).items():
-            if getattr(args, name) != default:
+            if getattr(args, name, default) != default:
                 raise ValueError(
                     f"--{name.replace('_', '-')}: expected --{_TURNS_ON.replace('_', '-')} with it, without "
                     "which it would be ignored"

@@ -42,8 +42,8 @@ class EntropyLoss:
         iteration: the number of the current iteration, which a log interval above 1 needs.
 
     Raises:
-        ValueError: a log interval without `iteration`; when called, an output without the entropy, or a
-            loss_func of another form.
+        ValueError: a log interval without `iteration`; when called, an output that is no statistics or lacks
+            what the config asks for, or a loss_func of another form.
     """
 
     def __init__(
@@ -62,21 +62,31 @@ class EntropyLoss:
         self._reported = _Reported()
 
     def __call__(self, loss_mask: Tensor, output: Any, *args: Any, **keywords: Any) -> tuple[Any, ...]:
-        """(loss, number of tokens, report); `loss_func` as it is for an output that is no statistics."""
-        if not isinstance(output, TokenStatistics):
-            return self._loss_func(loss_mask, output, *args, **keywords)
-        result = self._loss_func(loss_mask, -output.log_probs, *args, **keywords)
-        if len(result) != 3:
-            raise ValueError(
-                "loss_func: expected (sum over tokens, number of tokens, report), as Megatron-core 0.13 and "
-                f"newer take it, got {len(result)} values"
-            )
-        loss, tokens, report = result
+        """(loss, number of tokens, report) of a micro-batch.
+
+        Args:
+            loss_mask: one number a token, [b, s] or flat.
+            output: the swapped model's `TokenStatistics`, [b, s]. Tokens that do not count may hold anything.
+        """
+        self._check(loss_mask, output)
         mask = loss_mask.reshape(-1).float()
 
+        def counted(per_token: Tensor) -> Tensor:
+            # Not a product: 0 * NaN is NaN.
+            return torch.where(mask != 0, per_token.reshape(-1).float(), 0.0)
+
+        losses = counted(-output.log_probs).view_as(output.log_probs)
+        result = self._loss_func(loss_mask, losses, *args, **keywords)
+        if not isinstance(result, tuple) or len(result) != 3:
+            got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+            raise ValueError(
+                "loss_func: expected (sum over tokens, number of tokens, report), as Megatron-core 0.13 and "
+                f"newer take it, got {got}"
+            )
+        loss, tokens, report = result
+
         def masked_sum(per_token: Tensor) -> Tensor:
-            # Not a product: a token that does not count may hold anything.
-            return torch.where(mask > 0, per_token.reshape(-1).float() * mask, 0.0).sum()
+            return (counted(per_token) * mask).sum()
 
         sums = {name: masked_sum(value) for name, value in output.metrics.items()}
         coefficient = self._config.entropy_coeff
@@ -85,11 +95,31 @@ class EntropyLoss:
             if coefficient:
                 loss = loss - coefficient * entropy
             sums = {"entropy": entropy, **sums}
-        elif coefficient:
-            raise ValueError("entropy: expected it in the model's output for a coefficient other than 0")
+        twice = sorted(report.keys() & sums.keys())
+        if twice:
+            raise ValueError(f"loss_func: expected no report of {twice}, which are reported here")
         count = mask.sum()
         measured = {name: torch.stack([value.detach(), count]) for name, value in sums.items()}
         return loss, tokens, {**report, **self._to_report(measured)}
+
+    def _check(self, loss_mask: Tensor, output: Any) -> None:
+        if not isinstance(output, TokenStatistics):
+            raise ValueError(
+                f"output: expected TokenStatistics, got {type(output).__name__}; the model's head is not "
+                "swapped (swap_output_layer), or was called without labels"
+            )
+        if self._config.entropy_coeff and output.entropy is None:
+            raise ValueError("entropy: expected it in the model's output for a coefficient other than 0")
+        missing = set(self._config.metrics) - output.metrics.keys()
+        if missing:
+            raise ValueError(
+                f"metrics: expected {sorted(missing)} in the model's output; swapped with others"
+            )
+        if loss_mask.numel() != output.log_probs.numel():
+            raise ValueError(
+                f"loss_mask: expected a number for each of {tuple(output.log_probs.shape)} tokens, got shape "
+                f"{tuple(loss_mask.shape)}"
+            )
 
     def _to_report(self, measured: dict[str, Tensor]) -> dict[str, Tensor]:
         interval = self._config.log_interval
@@ -124,7 +154,7 @@ class _Reported:
 
 
 def entropy_loss_func(loss_func: LossFunction, arguments: Callable[[], argparse.Namespace]) -> LossFunction:
-    """Megatron-LM's ``loss_func`` that also takes the statistics of a swapped head.
+    """Megatron-LM's ``loss_func`` for a swapped head, where the arguments ask for one; else as it is.
 
     Args:
         loss_func: ``pretrain_gpt.loss_func``, or one like it.
@@ -137,12 +167,10 @@ def entropy_loss_func(loss_func: LossFunction, arguments: Callable[[], argparse.
     made: list[EntropyLoss] = []
 
     def with_entropy(loss_mask: Tensor, output: Any, *args: Any, **keywords: Any) -> tuple[Any, ...]:
-        if not isinstance(output, TokenStatistics):
-            return loss_func(loss_mask, output, *args, **keywords)
         if not made:
             config = config_from_args(arguments())
             if config is None:
-                raise ValueError("entropy_aware_output_layer: expected True for a swapped head, got False")
+                return loss_func(loss_mask, output, *args, **keywords)
             # Megatron counts iterations from 0, and shows them from 1.
             made.append(EntropyLoss(config, loss_func, lambda: int(arguments().curr_iteration) + 1))
         return made[0](loss_mask, output, *args, **keywords)

@@ -167,6 +167,8 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
         config = self.entropy_config
         logits, _ = super().forward(hidden, weight, runtime_gather_output=False)
         transform = self._transform()
+        if isinstance(temperature, Tensor):  # a half-precision one would round the quotient below
+            temperature = temperature.to(torch.promote_types(temperature.dtype, torch.float32))
         return vocab_parallel_log_probs_and_entropy(
             logits,
             target,

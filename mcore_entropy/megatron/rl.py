@@ -14,22 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from mcore_entropy.megatron.arguments import config_from_args
+from mcore_entropy.megatron.arguments import (
+    entropy_head_wanted as entropy_head_wanted,  # the patch imports it from here
+)
 from mcore_entropy.megatron.swap import swap_from_args
 from mcore_entropy.statistics import TokenStatistics
 
 _ENTROPY = "mcore_entropy_of_the_distribution"
 
 
-def entropy_head_wanted(args: argparse.Namespace) -> bool:
-    """Whether the arguments of `add_entropy_args`, if they were added at all, ask for the swapped head."""
-    return bool(getattr(args, "entropy_aware_output_layer", False))
-
-
 def swap_for_rl(model_chunks: list[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
     """`swap_from_args`, as a hook of the model's configuration (megatron-core 0.19 and newer).
 
     Raises:
-        ValueError: see `swap_from_args`; or an argument is the pre-training loss's, which RL does not have.
+        ValueError: see `swap_from_args`; or an argument is the pre-training loss's, which RL does not have;
+            or the model is no GPTModel.
     """
     config = config_from_args(args)
     if config is not None:
@@ -42,6 +41,11 @@ def swap_for_rl(model_chunks: list[nn.Module], args: argparse.Namespace) -> list
             raise ValueError(
                 "metrics, log_interval: expected none and 1 in RL, whose loss reports the entropy alone, got "
                 f"{config.metrics} and {config.log_interval}"
+            )
+        if not all(hasattr(chunk, "_postprocess") for chunk in model_chunks):
+            raise ValueError(
+                "model: expected a GPTModel, got one without _postprocess; RL's log-probs come from an "
+                "output_processor, which a HybridModel does not have"
             )
         swap_from_args(model_chunks, args)
     return model_chunks

@@ -79,6 +79,11 @@ def check_model(model: Any, config: EntropyConfig) -> None:
                 "in its place"
             )
     check_head(getattr(model, "output_layer", None))
+    if getattr(model.config, "use_mup", False) and not model.config.mup_output_mult > 0:
+        raise ValueError(
+            f"mup_output_mult: expected a positive number, got {model.config.mup_output_mult}; it scales the "
+            "logits that statistics are of"
+        )
     if getattr(model.config, "overlap_moe_expert_parallel_comm", False):
         raise ValueError(
             "overlap_moe_expert_parallel_comm: expected False, got True; its schedule takes one tensor from "

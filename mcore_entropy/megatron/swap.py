@@ -66,8 +66,8 @@ class SwapHandle:
                 head.request = previous
         if self._heads and not request.used:
             raise RuntimeError(
-                "request: expected the model to be called with labels inside the block, and it was not; "
-                "mask, temperature and entropy reach the head only there"
+                "request: expected the model to be called with labels inside the block, outside of any inner "
+                "request, and it was not; mask, temperature and entropy reach the head only there"
             )
 
     def restore(self) -> None:

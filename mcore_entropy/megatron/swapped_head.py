@@ -46,7 +46,7 @@ class SwappedHead:
         self._call_head = getattr(model, self._caller_name)
         self._parameters = tuple(inspect.signature(self._call_head).parameters)
         self._compute_language_model_loss = model.compute_language_model_loss
-        layer = model.output_layer
+        layer = self._layer = model.output_layer
         layer.__class__ = EntropyAwareOutputLayer
         layer.entropy_config = config
         replaced: dict[str, Callable[..., Any]] = {
@@ -70,13 +70,28 @@ class SwappedHead:
                     f"restore: expected the model's {name} to be the one that the swap put in place, got "
                     "another; undo what replaced it first"
                 )
-        layer = self.model.output_layer
+        self._check_layer()
+        layer = self._layer
+        if "forward" in vars(layer):
+            raise RuntimeError(
+                "restore: expected the output layer's own forward, got one that something else has put in "
+                "its place; undo that first"
+            )
         layer.__class__ = EntropyAwareOutputLayer.__base__
         for name in ("entropy_config", "pending_call"):
             vars(layer).pop(name, None)
         for name in self._replaced:
             delattr(self.model, name)  # an instance attribute that shadowed the class's method
         delattr(self.model, SWAP)
+
+    def _check_layer(self) -> None:
+        found = self.model.output_layer
+        if found is not self._layer or type(found) is not EntropyAwareOutputLayer:
+            raise RuntimeError(
+                "output_layer: expected the one that was swapped, got "
+                f"{type(found).__module__}.{type(found).__qualname__}; it was replaced or wrapped (LoRA) "
+                "after the swap: wrap first, and the swap says whether it can be done"
+            )
 
     @property
     def in_place(self) -> bool:
@@ -92,7 +107,8 @@ class SwappedHead:
         if labels is None or given.get("output_processor") is not None:
             return self._call_head(*arguments, **keywords)
         check_call(self.model, given.get("inference_context"))
-        layer = self.model.output_layer
+        self._check_layer()
+        layer = self._layer
         with errors_on_every_rank(TensorParallelGroup.resolve(layer.tp_group)):
             layer.pending_call = self._pending_call(labels)
         try:

@@ -10,7 +10,7 @@ import torch
 from mcore_entropy import EntropyConfig
 from tests.comparison import assert_same_bits
 from tests.conftest import build_tables_of_dynamo
-from tests.megatron.test_head_parity import statistics_loss, swap
+from tests.megatron.parity import statistics_loss, swap
 from tests.megatron.tiny_gpt import Step, TinyGPT, build, model_parallel, needs_megatron, train
 from tests.ranks import run_ranks
 

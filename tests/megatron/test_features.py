@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mcore_entropy import EntropyConfig, LogitTransform, TokenStatistics
-from tests.megatron.test_head_parity import errors, mtp_steps, statistics_loss, swap
-from tests.megatron.test_parallelisms import COEFFICIENT, assert_as_near_as_stock, stock_step, truth_step
+from tests.megatron.parity import assert_as_near_as, errors, statistics_loss, swap
+from tests.megatron.test_head_parity import mtp_steps
+from tests.megatron.test_parallelisms import COEFFICIENT, stock_step, truth_step
 from tests.megatron.test_swap import logits_of, stock_swapped_and_restored_logits
 from tests.megatron.tiny_gpt import (
     Step,
@@ -85,7 +86,7 @@ def test_loss_entropy_and_gradients(feature: str, head: str) -> None:
     transformer = {k: v for k, v in options.transformer.items() if k != "cross_entropy_loss_fusion"}
     comparable = dataclasses.replace(options, parallel_output=True, transformer=transformer)
     stock = run_ranks(ranks, stock_step, comparable)[0]
-    assert_as_near_as_stock(errors(ours, right), errors(stock, plain))
+    assert_as_near_as(errors(ours, right), errors(stock, plain))
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,22 @@ in loss, entropy and the gradient of every parameter.
 from __future__ import annotations
 
 import functools
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_entropy import EntropyConfig, TokenStatistics
+from mcore_entropy import EntropyConfig
+from tests.megatron.parity import (
+    assert_as_near_as,
+    dense_loss,
+    errors,
+    forward_without_labels,
+    statistics_loss,
+    swap,
+)
 from tests.megatron.tiny_gpt import (
-    Batch,
     Step,
     TinyGPT,
     build,
@@ -32,38 +38,6 @@ from tests.megatron.tiny_gpt import (
 from tests.ranks import run_ranks
 
 pytestmark = needs_megatron
-
-# How much further from the truth than the stock head: both are sums of a few thousand rounded terms.
-MULTIPLE = 2.0
-# Rounding of the largest entry, in ulp: where the stock head happens to be exact.
-FLOOR_ULP = 16
-
-
-def swap(core: Any, config: EntropyConfig) -> Any:
-    from mcore_entropy import swap_output_layer
-
-    return swap_output_layer(core, config)
-
-
-def statistics_loss(coefficient: float, output: TokenStatistics, batch: Batch) -> tuple[Tensor, Any]:
-    """Masked mean of -log_prob - coefficient * entropy."""
-    assert isinstance(output, TokenStatistics)
-    assert output.entropy is not None
-    mask, count = batch.loss_mask, batch.loss_mask.sum()
-    loss = ((-output.log_probs - coefficient * output.entropy) * mask).sum() / count
-    entropy = (output.entropy * mask).sum() / count
-    return loss, {"loss": loss.detach().clone(), "entropy": entropy.detach().clone()}
-
-
-def dense_loss(coefficient: float, logits: Tensor, batch: Batch) -> tuple[Tensor, Any]:
-    """The same from logits [b, s, V]."""
-    log_p = torch.log_softmax(logits.double(), -1)
-    log_probs = log_p.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-    return statistics_loss(coefficient, TokenStatistics(log_probs, -(log_p.exp() * log_p).sum(-1)), batch)
-
-
-def forward_without_labels(module: Any, batch: Batch) -> Any:
-    return module(batch.tokens, batch.position_ids, batch.attention_mask)
 
 
 def truth_step(options: TinyGPT, coefficient: float) -> Step:
@@ -96,21 +70,6 @@ def truth(tied: bool, coefficient: float) -> Step:
     return run_ranks(1, truth_step, TinyGPT(tied=tied), coefficient)[0]
 
 
-def errors(step: Step, expected: Step) -> dict[str, float]:
-    """The largest error of each loss and gradient, relative to its largest entry."""
-    assert step.gradients.keys() == expected.gradients.keys()
-    pairs = {name: (gradient, expected.gradients[name]) for name, gradient in step.gradients.items()}
-    for name in step.losses[0]:
-        values = [
-            torch.stack([report[name] for report in losses]) for losses in (step.losses, expected.losses)
-        ]
-        pairs[name] = values[0], values[1]
-    return {
-        name: ((ours.double() - right.double()).abs().max() / right.abs().max()).item()
-        for name, (ours, right) in pairs.items()
-    }
-
-
 LAYOUTS = {
     "one-rank": TinyGPT(),
     "one-rank-tied": TinyGPT(tied=True),
@@ -134,13 +93,7 @@ def test_loss_entropy_and_gradients(layout: str) -> None:
         # An odd chunk size: chunks do not end where sequences or shards do.
         step = run_ranks(ranks, swapped_step, options, coefficient, EntropyConfig(chunk_size=6))[0]
         ours = errors(step, truth(options.tied, coefficient))
-        floor = FLOOR_ULP * torch.finfo(torch.float32).eps
-        too_far = {
-            name: (error, stock.get(name, 0.0))
-            for name, error in ours.items()
-            if error > MULTIPLE * stock.get(name, 0.0) + floor
-        }
-        assert not too_far, f"coefficient {coefficient}: (error, stock head's error) of {too_far}"
+        assert_as_near_as(stock, ours)
 
 
 def bf16_steps(options: TinyGPT) -> tuple[Step, Step]:
@@ -154,12 +107,7 @@ def test_float16module_bf16(sequence_parallel: bool) -> None:
     right = truth(False, 0.0)
     stock, swapped = (errors(step, right) for step in run_ranks(2, bf16_steps, options)[0])
     assert swapped.pop("entropy") < 2**-8  # one bf16 ulp of weights, relative
-    too_far = {
-        name: (error, stock[name])
-        for name, error in swapped.items()
-        if error > MULTIPLE * stock[name] + 2**-9
-    }
-    assert not too_far, f"(error, stock head's error) of {too_far}"
+    assert_as_near_as(stock, swapped, floor=2**-9)
 
 
 class KeptTracker(dict):  # type: ignore[type-arg]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_entropy import EntropyConfig, TokenStatistics
-from tests.megatron.test_head_parity import FLOOR_ULP, MULTIPLE, errors, statistics_loss, swap
+from tests.megatron.parity import assert_as_near_as, errors, statistics_loss, swap
 from tests.megatron.tiny_gpt import (
     Batch,
     Step,
@@ -167,13 +167,7 @@ def test_loss_entropy_and_gradients(layout: str) -> None:
     right = truth(options.tied, options.mtp_layers)
     eager = errors(run_ranks(ranks, dense_step, options, torch.float32)[0], right)
     ours = errors(run_ranks(ranks, swapped_step, options)[0], right)
-    floor = FLOOR_ULP * torch.finfo(torch.float32).eps
-    too_far = {
-        name: (error, eager[name])
-        for name, error in ours.items()
-        if not error <= MULTIPLE * eager[name] + floor
-    }
-    assert not too_far, f"(error, eager's error) of {too_far}"
+    assert_as_near_as(eager, ours)
 
 
 def stock_swapped_and_restored(options: TinyGPT) -> None:

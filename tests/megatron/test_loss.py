@@ -13,14 +13,8 @@ from torch import Tensor
 from mcore_entropy import EntropyConfig, TokenStatistics
 from mcore_entropy.megatron.arguments import add_entropy_args
 from mcore_entropy.megatron.loss import EntropyLoss, entropy_loss_func, masked_token_sum
-from tests.megatron.test_head_parity import (
-    FLOOR_ULP,
-    MULTIPLE,
-    errors,
-    stock_step,
-    swap,
-    truth,
-)
+from tests.megatron.parity import assert_as_near_as, errors, swap
+from tests.megatron.test_head_parity import stock_step, truth
 from tests.megatron.tiny_gpt import Batch, Step, TinyGPT, build, gather, model_parallel, needs_megatron, train
 from tests.ranks import run_ranks
 
@@ -66,12 +60,16 @@ def test_value_report_and_gradient(coefficient: float) -> None:
 def test_a_token_that_does_not_count_may_hold_anything() -> None:
     output = statistics()
     assert output.entropy is not None
-    spoilt = torch.where(MASK > 0, output.entropy, torch.nan)
-    loss, _, report = EntropyLoss(EntropyConfig(entropy_coeff=0.5))(
-        MASK, TokenStatistics(output.log_probs, spoilt)
+    spoilt = TokenStatistics(
+        *(torch.where(MASK > 0, value, torch.nan) for value in (output.log_probs, output.entropy))
     )
+    loss, _, report = EntropyLoss(EntropyConfig(entropy_coeff=0.5))(MASK, spoilt)
     whole = EntropyLoss(EntropyConfig(entropy_coeff=0.5))(MASK, output)
-    assert torch.equal(loss, whole[0]) and torch.equal(report["entropy"], whole[2]["entropy"])
+    assert torch.equal(loss, whole[0])
+    assert all(torch.equal(report[name], whole[2][name]) for name in ("lm loss", "entropy"))
+    loss.backward()
+    assert torch.equal(output.log_probs.grad, -MASK)
+    torch.testing.assert_close(output.entropy.grad, -0.5 * MASK)
 
 
 def test_megatrons_own_loss_gets_the_log_prob_and_its_arguments() -> None:
@@ -81,11 +79,10 @@ def test_megatrons_own_loss_gets_the_log_prob_and_its_arguments() -> None:
         seen.append((output, model))
         return masked_token_sum(loss_mask, output)
 
-    output, plain = statistics(), torch.ones(SHAPE)
+    output = statistics()
     loss = EntropyLoss(EntropyConfig(), stock)
     loss(MASK, output, model="the model")
-    assert torch.equal(seen[0][0], -output.log_probs) and seen[0][1] == "the model"
-    assert loss(MASK, plain)[0] == MASK.sum() and seen[1][0] is plain  # not ours: left alone
+    assert torch.equal(seen[0][0], -output.log_probs * MASK) and seen[0][1] == "the model"
 
 
 def test_refusals() -> None:
@@ -95,6 +92,18 @@ def test_refusals() -> None:
         EntropyLoss(EntropyConfig(), lambda mask, losses: (losses.sum(), {}))(MASK, statistics())
     with pytest.raises(ValueError, match="entropy: expected it in the model's output"):
         EntropyLoss(EntropyConfig(entropy_coeff=1.0))(MASK, statistics(entropy=None, metrics={}))
+    with pytest.raises(ValueError, match="metrics: expected \\['max_prob'\\]"):
+        EntropyLoss(EntropyConfig(metrics=("max_prob", "varentropy")))(MASK, statistics())
+    with pytest.raises(ValueError, match="output: expected TokenStatistics, got Tensor; the model's head"):
+        EntropyLoss(EntropyConfig())(MASK, torch.ones(SHAPE))
+    with pytest.raises(ValueError, match=r"loss_mask: expected a number for each of \(2, 5\) tokens"):
+        EntropyLoss(EntropyConfig())(MASK[:1, :1], statistics())
+    with pytest.raises(ValueError, match=r"loss_func: expected .* got Tensor"):
+        EntropyLoss(EntropyConfig(), lambda mask, losses: losses.sum())(MASK, statistics())
+    with pytest.raises(ValueError, match=r"loss_func: expected no report of \['entropy'\]"):
+        EntropyLoss(EntropyConfig(), lambda mask, losses: (losses.sum(), 1, {"entropy": 0}))(
+            MASK, statistics()
+        )
 
 
 def test_log_interval_repeats_the_last_measured_report() -> None:
@@ -128,7 +137,6 @@ def test_from_arguments_only_when_called() -> None:
         )
 
     loss_func = entropy_loss_func(masked_token_sum, arguments)
-    loss_func(MASK, torch.ones(SHAPE))
     assert not asked, "Megatron has no arguments yet when its script is read"
     output = statistics()
     right = EntropyLoss(EntropyConfig(entropy_coeff=0.5))(MASK, output)
@@ -188,10 +196,4 @@ def test_in_megatrons_schedule(options: TinyGPT, head: str) -> None:
     ]
     ours = errors(Step(losses, step.gradients), truth(options.tied, 0.3))
     stock = errors(run_ranks(ranks, stock_step, options)[0], truth(options.tied, 0.0))
-    floor = FLOOR_ULP * torch.finfo(torch.float32).eps
-    too_far = {
-        name: (error, stock.get(name, 0.0))
-        for name, error in ours.items()
-        if error > MULTIPLE * stock.get(name, 0.0) + floor
-    }
-    assert not too_far, f"(error, stock head's error) of {too_far}"
+    assert_as_near_as(stock, ours)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_entropy import EntropyConfig, TokenStatistics
-from tests.megatron.test_head_parity import FLOOR_ULP, MULTIPLE, errors, statistics_loss, swap
+from tests.megatron.parity import assert_as_near_as, errors, statistics_loss, swap
 from tests.megatron.tiny_gpt import (
     Batch,
     Step,
@@ -128,13 +128,7 @@ def test_loss_entropy_and_gradients(layout: str) -> None:
     right = truth(options.tied, options.mtp_layers)
     eager = errors(run_ranks(ranks, step, options, functools.partial(dense, torch.float32))[0], right)
     ours = errors(run_ranks(ranks, step, options, fused, EntropyConfig(chunk_size=6))[0], right)
-    floor = FLOOR_ULP * torch.finfo(torch.float32).eps
-    too_far = {
-        name: (error, eager[name])
-        for name, error in ours.items()
-        if not error <= MULTIPLE * eager[name] + floor
-    }
-    assert not too_far, f"(error, eager's error) of {too_far}"
+    assert_as_near_as(eager, ours)
 
 
 def request_around_a_processor(options: TinyGPT) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_entropy.megatron.arguments import add_entropy_args
-from tests.megatron.test_head_parity import FLOOR_ULP, MULTIPLE, errors, forward_without_labels
+from tests.megatron.parity import assert_as_near_as, errors, forward_without_labels
 from tests.megatron.tiny_gpt import Batch, Step, TinyGPT, build, gather, model_parallel, needs_megatron, train
 from tests.ranks import run_ranks
 
@@ -99,11 +99,7 @@ def test_log_probs_entropy_and_gradients(layout: str, weight: float) -> None:
     truth = run_ranks(1, dense_step, alone, weight, torch.float64)[0]
     stock = errors(run_ranks(ranks, dense_step, options, weight, torch.float32)[0], truth)
     ours = errors(run_ranks(ranks, our_step, options, weight)[0], truth)
-    floor = FLOOR_ULP * torch.finfo(torch.float32).eps
-    too_far = {
-        name: (error, stock[name]) for name, error in ours.items() if error > MULTIPLE * stock[name] + floor
-    }
-    assert not too_far, f"(error, stock head's error) of {too_far}"
+    assert_as_near_as(stock, ours)
 
 
 def reference_forward(options: TinyGPT) -> tuple[bool, bool, Tensor]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mcore_entropy import EntropyConfig, TokenStatistics
 from mcore_entropy.megatron.loss import EntropyLoss, masked_token_sum
-from tests.megatron.test_head_parity import errors, forward_without_labels, swap
-from tests.megatron.test_parallelisms import COEFFICIENT, added_up, assert_as_near_as_stock, dense_sum
+from tests.megatron.parity import assert_as_near_as, errors, forward_without_labels, swap
+from tests.megatron.test_parallelisms import COEFFICIENT, added_up, dense_sum
 from tests.megatron.tiny_gpt import (
     Batch,
     Step,
@@ -118,7 +118,7 @@ def test_context_parallel_layouts(layout: str, head: str) -> None:
     for step, _ in ranks:
         for name in ("lm loss", "entropy"):
             assert step.losses[0][name][1] == right.losses[0][name][1]  # tokens of the whole batch
-        assert_as_near_as_stock(errors(step, right), errors(stock, plain))
+        assert_as_near_as(errors(step, right), errors(stock, plain))
 
 
 # --- packed sequences -----------------------------------------------------------------------------

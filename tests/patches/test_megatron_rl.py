@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from patches import apply
-from tests.megatron.test_head_parity import FLOOR_ULP, MULTIPLE, errors, forward_without_labels
+from tests.megatron.parity import assert_as_near_as, errors, forward_without_labels
 from tests.megatron.test_rl import arguments
 from tests.megatron.tiny_gpt import Batch, Step, TinyGPT, build, gather, make_batch, model_parallel, train
 from tests.ranks import run_ranks
@@ -144,11 +144,7 @@ def test_get_logprobs_and_grpo_loss(weight: float, patched: str) -> None:
     truth = run_ranks(1, dense_step, TinyGPT(), weight, torch.float64)[0]
     stock = errors(run_ranks(2, dense_step, options, weight, torch.float32)[0], truth)
     ours = errors(run_ranks(2, patched_step, options, weight, patched)[0], truth)
-    floor = FLOOR_ULP * torch.finfo(torch.float32).eps
-    too_far = {
-        name: (error, stock[name]) for name, error in ours.items() if error > MULTIPLE * stock[name] + floor
-    }
-    assert not too_far, f"(error, stock head's error) of {too_far}"
+    assert_as_near_as(stock, ours)
 
 
 def batches_of_log_probs(options: TinyGPT, folder: str) -> tuple[Tensor, Tensor, Tensor]:
