@@ -123,6 +123,38 @@ def test_mup_and_a_transform_of_the_users() -> None:
 
 
 @needs_mup
+def test_mup_without_a_positive_factor_is_refused_at_the_swap() -> None:
+    run_ranks(1, swap_with_a_factor_of_zero, with_config(TinyGPT(), **MUP))
+
+
+def swap_with_a_factor_of_zero(options: TinyGPT) -> None:
+    with model_parallel(options):
+        core = build(options).core
+        core.config.mup_output_mult = 0.0
+        with pytest.raises(ValueError, match="mup_output_mult: expected a positive number, got 0"):
+            swap(core, EntropyConfig())
+
+
+def half_precision_temperature(options: TinyGPT) -> list[Tensor]:
+    """Entropy of the head on Megatron's logits with a scale, and of a log_softmax in fp64."""
+    batch = make_batch(options)
+    temperature = torch.linspace(0.5, 2.0, batch.labels.numel()).view_as(batch.labels).bfloat16()
+    with model_parallel(options):
+        core = build(options).core
+        logits = logits_of(core, options).double()
+        handle = swap(core, EntropyConfig(head="logits", transform=LogitTransform(3.0)))
+        with handle.request(temperature=temperature):
+            output = forward_with_labels(core, batch)
+    log_p = torch.log_softmax(3.0 * logits / temperature.double().unsqueeze(-1), -1)
+    return [output.entropy.detach(), -(log_p.exp() * log_p).sum(-1)]
+
+
+def test_a_half_precision_temperature_is_not_rounded_again_by_the_scale() -> None:
+    for ours, right in run_ranks(1, half_precision_temperature, TinyGPT()):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-6, atol=2e-6)
+
+
+@needs_mup
 def test_mup_in_the_logits_of_mtp_layers() -> None:
     options = with_config(TinyGPT(mtp_layers=2), **MUP)
     (stock, stock_losses), (swapped, swapped_losses) = run_ranks(1, mtp_steps, options)[0]

@@ -143,6 +143,14 @@ def test_from_arguments_only_when_called() -> None:
     assert torch.equal(loss_func(MASK, output)[0], right[0])
 
 
+def test_arguments_without_the_head_are_the_stock_loss_and_the_other_way_round_refused() -> None:
+    off = entropy_loss_func(masked_token_sum, argparse.Namespace)  # a namespace that knows none of ours
+    assert off(MASK, torch.ones(SHAPE))[0] == MASK.sum()
+    args = add_entropy_args(argparse.ArgumentParser()).parse_args(["--entropy-aware-output-layer"])
+    with pytest.raises(ValueError, match="the model's head is not swapped"):
+        entropy_loss_func(masked_token_sum, lambda: args)(MASK, torch.ones(SHAPE))
+
+
 def test_log_interval_follows_the_iterations_that_megatron_shows() -> None:
     """Iteration n of the log lines has curr_iteration n - 1; 4 and 8 are to be measured, and the first."""
     given = ["--entropy-aware-output-layer", "--entropy-log-interval", "4"]

@@ -136,6 +136,13 @@ def test_arguments_of_the_pretraining_loss_are_refused(given: str) -> None:
         swap_for_rl([], arguments(*given.split()))
 
 
+def test_a_model_without_an_output_processor_is_refused_when_it_is_swapped() -> None:
+    from mcore_entropy.megatron.rl import swap_for_rl
+
+    with pytest.raises(ValueError, match="model: expected a GPTModel, got one without _postprocess"):
+        swap_for_rl([torch.nn.Linear(2, 2)], arguments())
+
+
 def test_without_the_arguments_everything_stays() -> None:
     from mcore_entropy.megatron.rl import entropy_head_wanted, entropy_of, log_probs_dtype
 

@@ -67,6 +67,18 @@ def misuse(options: TinyGPT) -> dict[str, str]:
         ours, core._postprocess = core._postprocess, lambda **arguments: ours(**arguments)
         attempt("restore under a wrapper", handle.restore)
         core._postprocess = ours
+        layer = core.output_layer
+        core.output_layer = torch.nn.Sequential(layer)  # wrapped, as LoRA does
+        for call in (handle.restore, lambda: forward_with_labels(core, batch)):
+            with pytest.raises(
+                RuntimeError, match="output_layer: expected the one that was swapped, got torch"
+            ):
+                call()
+        core.output_layer = layer
+        layer.forward = layer.forward
+        with pytest.raises(RuntimeError, match="restore: expected the output layer's own forward"):
+            handle.restore()
+        del layer.forward
         again = swap(core)
         again.restore()
         assert isinstance(forward_with_labels(core, batch), Tensor)

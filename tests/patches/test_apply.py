@@ -126,6 +126,39 @@ def test_what_no_version_knows_names_every_version(versions: Sequence[apply.Vers
         apply.run("apply", checkout / "absent", versions)
 
 
+def test_line_ends_are_named_as_the_cause(versions: Sequence[apply.Version], checkout: Path) -> None:
+    (checkout / "first.py").write_bytes(FIRST.replace(b"\n", b"\r\n"))
+    with pytest.raises(apply.Refused, match=r"first.py: expected .*; its lines end in CRLF"):
+        apply.run("apply", checkout, versions)
+
+
+def test_a_link_is_followed_and_stays(versions: Sequence[apply.Version], checkout: Path) -> None:
+    elsewhere = checkout.parent / "elsewhere.py"
+    (checkout / "first.py").rename(elsewhere)
+    (checkout / "first.py").symlink_to(elsewhere)
+    apply.run("apply", checkout, versions)
+    assert elsewhere.read_bytes() == FIRST_PATCHED and (checkout / "first.py").is_symlink()
+    apply.run("revert", checkout, versions)
+    assert elsewhere.read_bytes() == FIRST and (checkout / "first.py").is_symlink()
+
+
+def test_what_the_file_system_refuses_is_one_line(
+    versions: Sequence[apply.Version],
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "first.py")
+
+    monkeypatch.setattr(apply, "targets", lambda: {"megatron_lm": versions})
+    monkeypatch.setattr(apply.os, "replace", refuse)
+    assert apply.main(["apply", str(checkout)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("refused: ") and "Permission denied" in lines[0]
+    assert contents(checkout) == (FIRST, SECOND)
+
+
 def test_a_change_after_patching_is_refused(versions: Sequence[apply.Version], checkout: Path) -> None:
     apply.run("apply", checkout, versions)
     (checkout / "deep" / "second.py").write_bytes(SECOND_PATCHED + b"mine\n")
