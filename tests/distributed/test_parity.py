@@ -23,9 +23,9 @@ from tests.unit.cases import (
     compare_metrics,
     compare_values,
     head_gradients,
+    largest_terms,
     out_dtype,
 )
-from tests.unit.cases import largest_z as largest_z_of
 
 # Columns of each rank: equal; equal with the last of two ranks (last two of four) partly or wholly beyond
 # vocab_size; uneven, one of a single column; uneven with the last rank wholly padding.
@@ -126,7 +126,7 @@ def check(case: Case, answers: list[dict[str, Any]]) -> None:
     if case.form == "linear":
         clean = torch.nan_to_num(whole.inputs["hidden"], 0.0, 0.0, 0.0)
         bias = whole.inputs.get("bias")
-        how = head_gradients(case.dtype, largest_z_of(clean, whole.inputs["weight"], bias, whole.options))
+        how = head_gradients(case.dtype, largest_terms(clean, whole.inputs["weight"], bias, whole.options))
     for name in whole.inputs:
         gradient = _assembled(case, name, [answer[f"d {name}"] for answer in answers])
         assert gradient.dtype == case.dtype

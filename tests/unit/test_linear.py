@@ -20,7 +20,7 @@ from tests.unit.cases import (
     compare_gradient,
     dtype_name,
     head_gradients,
-    largest_z,
+    largest_terms,
     leaf,
     make_linear,
     make_target,
@@ -197,7 +197,7 @@ def test_gradient_of_one_result_alone(dtype: torch.dtype, asked: str) -> None:
     found = torch.autograd.grad(getattr(both, asked), list(leaves.values()), g)
     truth = ref.truth_linear(hidden, weight, target, **{f"grad_{asked}": g})
     eager = ref.eager_linear(hidden, weight, target, **{f"grad_{asked}": g})
-    how = head_gradients(dtype, largest_z(hidden, weight, None, {}))
+    how = head_gradients(dtype, largest_terms(hidden, weight, None, {}))
     for name, gradient in zip(leaves, found, strict=True):
         compare_gradient(name, gradient, truth, eager, **how)
 
