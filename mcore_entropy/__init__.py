@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mcore_entropy.config import EntropyConfig
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.linear import linear_log_probs_and_entropy
 from mcore_entropy.functional.logits import (
@@ -10,7 +11,6 @@ from mcore_entropy.functional.logits import (
     vocab_parallel_entropy_with_chunking,
     vocab_parallel_log_probs_and_entropy,
 )
-from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.statistics import LogitTransform, TokenStatistics
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_entropy.megatron.arguments import EntropyConfig, config_from_args
+from mcore_entropy.config import EntropyConfig
+from mcore_entropy.megatron.arguments import config_from_args
 from mcore_entropy.statistics import TokenStatistics
 
 LossFunction = Callable[..., tuple[Any, ...]]

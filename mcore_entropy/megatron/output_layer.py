@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_entropy.config import EntropyConfig
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.logits import vocab_parallel_log_probs_and_entropy
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.megatron.supported import ColumnParallelLinear, check_switches
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted

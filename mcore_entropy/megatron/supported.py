@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_entropy.megatron.arguments import EntropyConfig
+from mcore_entropy.config import EntropyConfig
 
 try:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear

@@ -10,29 +10,17 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from mcore_entropy.config import EntropyConfig
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.megatron.arguments import EntropyConfig
 from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall
 from mcore_entropy.megatron.supported import check_call, name_of_head_caller
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics
-
-SWAP = "_mcore_entropy_swap"  # the attribute of a swapped model
-
-
-@dataclass
-class Request:
-    """What `SwapHandle.request` was given, and whether a forward has used it."""
-
-    mask: Tensor | None
-    temperature: float | Tensor | None
-    entropy: bool | None
-    used: bool = False
+from mcore_entropy.swap_handle import SWAP, Request
 
 
 class SwappedHead:

@@ -1,0 +1,1 @@
+"""The same math outside Megatron-core: Hugging Face models, FSDP, DTensor."""

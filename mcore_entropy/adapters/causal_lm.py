@@ -1,0 +1,154 @@
+"""A Hugging Face causal LM whose head was swapped: its class, its forward with labels, and the way back.
+
+The class of the model and that of its head change; nothing hangs on the instances that a copy would share.
+With labels the model's own forward runs, without them; where it calls its head, the head computes the
+statistics. What the model then does to "logits" is done to numbers that nobody looks at.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from mcore_entropy.adapters.labelled_call import causal_lm_loss, head_call, one_call_of
+from mcore_entropy.adapters.lm_head import entropy_aware_head
+from mcore_entropy.adapters.model_output import output_with_statistics
+from mcore_entropy.config import EntropyConfig
+from mcore_entropy.statistics import LogitTransform
+from mcore_entropy.swap_handle import SWAP, Request
+
+
+class SwappedCausalLM:
+    """What a swap keeps about one model, as an attribute of that model."""
+
+    def __init__(
+        self,
+        model: Any,
+        head_name: str,
+        head_class: type[nn.Module],
+        transform: LogitTransform,
+        config: EntropyConfig,
+    ) -> None:
+        self.config = config
+        self.request: Request | None = None
+        self._model = model
+        self._head_name = head_name
+        self._transform = transform
+        head = model.get_submodule(head_name)
+        self._stock_head_class = type(head)
+        head.__class__ = head_class
+        model.__class__ = _swapped_class(type(model))
+        setattr(model, SWAP, self)
+
+    @property
+    def in_place(self) -> bool:
+        return getattr(self._model, SWAP, None) is self
+
+    def restore(self) -> None:
+        """Put the stock classes back.
+
+        Raises:
+            RuntimeError: something has wrapped the model or its head since, and would be lost.
+        """
+        if not self.in_place:
+            return  # done before, perhaps by another handle of the same swap
+        model = self._model
+        head = self._checked_head()
+        if type(model) is not _swapped_class(type(model).__mro__[1]) or entropy_aware_head(head) is not head:
+            raise RuntimeError(
+                f"restore: expected the model and its head as the swap left them, got {type(model).__name__} and "
+                f"{type(head).__name__}; undo what wraps them first"
+            )
+        head.__class__ = self._stock_head_class
+        model.__class__ = type(model).__mro__[1]
+        delattr(model, SWAP)
+
+    def forward(self, stock_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`stock_forward(model, *args, **kwargs)`, unless labels are among the arguments; see `swap_lm_head`."""
+        model = self._model
+        given = inspect.signature(stock_forward).bind_partial(model, *args, **kwargs).arguments
+        if given.get("labels") is None:
+            return stock_forward(model, *args, **kwargs)
+        given.pop(next(iter(given)))  # self
+        keywords = {**given, **given.pop("kwargs", {})}
+        check_loss_function(model)
+        return_dict = keywords.pop("return_dict", None)
+        num_items = keywords.pop("num_items_in_batch", None)
+        request = self.request or Request(None, None, None)
+        request.used = True
+        call = head_call(
+            keywords.pop("labels"),
+            keywords.pop("shift_labels", None),
+            keywords.pop("ignore_index", self.config.ignore_index),
+            keywords.get("logits_to_keep", 0),
+            request,
+            self._transform,
+            self.config,
+        )
+        with one_call_of(self._checked_head(), call) as received:
+            output = stock_forward(model, **keywords, return_dict=True)
+        statistics = call.named(received[0])
+        loss = causal_lm_loss(call, statistics, num_items, self.config.entropy_coeff)
+        auxiliary = getattr(output, "aux_loss", None)
+        if isinstance(auxiliary, Tensor):  # of a router, which the model adds to a loss of its own alone
+            loss = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
+        output = output_with_statistics(output, loss, statistics)
+        if model.config.return_dict if return_dict is None else return_dict:
+            return output
+        return output.to_tuple()
+
+    def _checked_head(self) -> nn.Module:
+        """What stands in the head's place: our head, or a wrapper of it."""
+        module: nn.Module = self._model.get_submodule(self._head_name)
+        if entropy_aware_head(module) is None:
+            raise RuntimeError(
+                f"{self._head_name}: expected the head that was swapped, got {type(module).__module__}."
+                f"{type(module).__qualname__}; it was replaced or wrapped (LoRA, resize_token_embeddings) after "
+                "the swap: do that first, and swap then"
+            )
+        return module
+
+
+def check_loss_function(model: Any) -> None:
+    """Raise ValueError unless the model's loss is the mean cross entropy that the statistics give."""
+    if model.loss_function is not ForCausalLMLoss:
+        name = getattr(model.loss_function, "__name__", model.loss_function)
+        raise ValueError(
+            f"loss_function: expected transformers' ForCausalLMLoss, which the statistics replace, got {name}; "
+            "without labels the model gives logits, and with them log_probs for a loss of your own"
+        )
+
+
+@functools.cache
+def _swapped_class(stock: type) -> type:
+    """`stock` with our forward, under its own name, by which transformers knows a model and saves it."""
+
+    @functools.wraps(stock.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[SWAP].forward(stock.forward, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = stock.__reduce_ex__(self, protocol)
+        return _new, (stock,), *state
+
+    return type(
+        stock.__name__,
+        (stock,),
+        {
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": stock.__module__,
+            "__doc__": stock.__doc__,
+        },
+    )
+
+
+def _new(stock: type) -> Any:
+    """An instance of the swapped class before its state is set: pickle does not find that class by its name."""
+    swapped = _swapped_class(stock)
+    return swapped.__new__(swapped)

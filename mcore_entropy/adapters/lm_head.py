@@ -1,0 +1,111 @@
+"""`EntropyAwareLMHead`: an `nn.Linear` head that can give statistics instead of logits.
+
+[*, H] hidden states, V vocabulary. FSDP gathers a module's weight for the time of its forward and hangs the
+reduction of its gradient on what that forward gives: so the work is done in the forward, and its result is
+one tensor, which FSDP, activation checkpointing and forward hooks pass through as they do logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mcore_entropy.config import EntropyConfig
+from mcore_entropy.functional.linear import linear_log_probs_and_entropy
+from mcore_entropy.statistics import LogitTransform, TokenStatistics
+
+
+class HeadCall:
+    """What one call of a head is to compute.
+
+    It passes through the wrappers of a head as one opaque keyword: mixed-precision policies cast the tensors
+    that they find among a module's arguments, in dataclasses too, and a temperature in bf16 is another one.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        mask: Tensor | None,
+        temperature: float | Tensor,
+        ignore_index: int,
+        entropy: bool,
+        transform: LogitTransform,
+        config: EntropyConfig,
+    ) -> None:
+        self.target = target
+        self.mask = mask
+        self.temperature = temperature
+        self.ignore_index = ignore_index
+        self.entropy = entropy
+        self.transform = transform
+        self.config = config
+
+    def statistics(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The statistics of hidden [*, H] and weight [V, H] as one tensor [*, k]; see `named`."""
+        statistics = linear_log_probs_and_entropy(
+            hidden,
+            weight,
+            self.target.to(hidden.device),
+            bias=bias,
+            transform=self.transform,
+            mask=None if self.mask is None else self.mask.to(hidden.device),
+            temperature=(
+                self.temperature.to(hidden.device)
+                if isinstance(self.temperature, Tensor)
+                else self.temperature
+            ),
+            ignore_index=self.ignore_index,
+            vocab_size=self.config.vocab_size,
+            chunk_size=self.config.chunk_size,
+            entropy=self.entropy,
+            metrics=self.config.metrics,
+            execution=self.config.execution,
+        )
+        columns = [statistics.log_probs, *statistics.metrics.values()]
+        if statistics.entropy is not None:
+            columns.append(statistics.entropy)
+        return torch.stack(columns, dim=-1)
+
+    def named(self, packed: Tensor) -> TokenStatistics:
+        """The statistics that `statistics` packed."""
+        log_probs, *rest = packed.unbind(-1)
+        entropy = rest.pop() if self.entropy else None
+        metrics = (value.detach() for value in rest)
+        return TokenStatistics(log_probs, entropy, dict(zip(self.config.metrics, metrics, strict=True)))
+
+
+class EntropyAwareLMHead(nn.Linear):
+    """An `nn.Linear` head; with a `HeadCall`, statistics come instead of logits, and logits do not exist.
+
+    Parameters, their names, checkpoints and ties are `nn.Linear`'s. See `linear_log_probs_and_entropy` for
+    dtypes, gradients and what is saved for backward.
+    """
+
+    gives_statistics: ClassVar[bool] = True
+
+    def forward(self, input: Tensor, call: HeadCall | None = None) -> Tensor:
+        """Logits [*, V] as the parent's; with a call [*, k], fp32 (fp64 for fp64 input), for its `named`."""
+        if call is None:
+            return super().forward(input)
+        return call.statistics(input, self.weight, self.bias)
+
+
+def entropy_aware_head(module: Any) -> Any | None:
+    """Our head inside the wrappers that hand on a call's keywords as they are; None if there is none.
+
+    FSDP1, checkpoint wrappers and torch.compile wrap a module by another one; FSDP2 makes its class another.
+    """
+    while isinstance(module, nn.Module):
+        if getattr(type(module), "gives_statistics", False):
+            return module
+        module = next(
+            (
+                getattr(module, name)
+                for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+                if isinstance(vars(module).get("_modules", {}).get(name), nn.Module)
+            ),
+            None,
+        )
+    return None
