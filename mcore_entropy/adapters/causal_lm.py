@@ -22,6 +22,8 @@ from mcore_entropy.config import EntropyConfig
 from mcore_entropy.statistics import LogitTransform
 from mcore_entropy.swap_handle import SWAP, Request
 
+_STOCK = "_mcore_entropy_stock"  # the attribute of a swapped class
+
 
 class SwappedCausalLM:
     """What a swap keeps about one model, as an attribute of that model."""
@@ -42,7 +44,7 @@ class SwappedCausalLM:
         head = model.get_submodule(head_name)
         self._stock_head_class = type(head)
         head.__class__ = head_class
-        model.__class__ = _swapped_class(type(model))
+        model.__class__ = _swapped_class(_stock_class(model))
         setattr(model, SWAP, self)
 
     @property
@@ -59,23 +61,22 @@ class SwappedCausalLM:
             return  # done before, perhaps by another handle of the same swap
         model = self._model
         head = self._checked_head()
-        if type(model) is not _swapped_class(type(model).__mro__[1]) or entropy_aware_head(head) is not head:
+        stock = _stock_class(model)
+        if type(model) is not _swapped_class(stock) or entropy_aware_head(head) is not head:
             raise RuntimeError(
-                f"restore: expected the model and its head as the swap left them, got {type(model).__name__} and "
-                f"{type(head).__name__}; undo what wraps them first"
+                "restore: expected the model and its head as the swap left them, got "
+                f"{type(model).__name__} and {type(head).__name__}; undo what wraps them first"
             )
         head.__class__ = self._stock_head_class
-        model.__class__ = type(model).__mro__[1]
+        model.__class__ = stock
         delattr(model, SWAP)
 
     def forward(self, stock_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`stock_forward(model, *args, **kwargs)`, unless labels are among the arguments; see `swap_lm_head`."""
+        """`stock_forward(model, *args, **kwargs)`, unless there are labels; see `swap_lm_head`."""
         model = self._model
-        given = inspect.signature(stock_forward).bind_partial(model, *args, **kwargs).arguments
-        if given.get("labels") is None:
-            return stock_forward(model, *args, **kwargs)
-        given.pop(next(iter(given)))  # self
-        keywords = {**given, **given.pop("kwargs", {})}
+        args, keywords = _by_keyword(stock_forward, args, kwargs)
+        if keywords.get("labels") is None:
+            return stock_forward(model, *args, **keywords)
         check_loss_function(model)
         return_dict = keywords.pop("return_dict", None)
         num_items = keywords.pop("num_items_in_batch", None)
@@ -91,7 +92,7 @@ class SwappedCausalLM:
             self.config,
         )
         with one_call_of(self._checked_head(), call) as received:
-            output = stock_forward(model, **keywords, return_dict=True)
+            output = stock_forward(model, *args, **keywords, return_dict=True)
         statistics = call.named(received[0])
         loss = causal_lm_loss(call, statistics, num_items, self.config.entropy_coeff)
         auxiliary = getattr(output, "aux_loss", None)
@@ -108,8 +109,8 @@ class SwappedCausalLM:
         if entropy_aware_head(module) is None:
             raise RuntimeError(
                 f"{self._head_name}: expected the head that was swapped, got {type(module).__module__}."
-                f"{type(module).__qualname__}; it was replaced or wrapped (LoRA, resize_token_embeddings) after "
-                "the swap: do that first, and swap then"
+                f"{type(module).__qualname__}; it was replaced or wrapped (LoRA, resize_token_embeddings) "
+                "after the swap: do that first, and swap then"
             )
         return module
 
@@ -119,36 +120,57 @@ def check_loss_function(model: Any) -> None:
     if model.loss_function is not ForCausalLMLoss:
         name = getattr(model.loss_function, "__name__", model.loss_function)
         raise ValueError(
-            f"loss_function: expected transformers' ForCausalLMLoss, which the statistics replace, got {name}; "
-            "without labels the model gives logits, and with them log_probs for a loss of your own"
+            f"loss_function: expected transformers' ForCausalLMLoss, which the statistics replace, got "
+            f"{name}; without labels the model gives logits, and with them log_probs for a loss of your own"
         )
 
 
+def _by_keyword(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a method's call with those by keyword that have a name."""
+    _, *parameters = inspect.signature(method).parameters.values()  # without self
+    if len(args) > len(parameters) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return args, kwargs
+    by_position = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    twice = by_position.keys() & kwargs.keys()
+    return ((), {**by_position, **kwargs}) if not twice else (args, kwargs)
+
+
 @functools.cache
-def _swapped_class(stock: type) -> type:
+def _swapped_class(stock: Any) -> Any:
     """`stock` with our forward, under its own name, by which transformers knows a model and saves it."""
 
-    @functools.wraps(stock.forward)  # type: ignore[attr-defined]
+    @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[SWAP].forward(stock.forward, *args, **kwargs)  # type: ignore[attr-defined]
+        swapped: SwappedCausalLM | None = vars(self).get(SWAP)
+        if swapped is None:  # a model that was made from this class, not swapped
+            return stock.forward(self, *args, **kwargs)
+        return swapped.forward(stock.forward, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = stock.__reduce_ex__(self, protocol)
+        _, _, *state = super(swapped_class, self).__reduce_ex__(protocol)
         return _new, (stock,), *state
 
-    return type(
+    swapped_class: Any = type(
         stock.__name__,
         (stock,),
         {
             "forward": forward,
+            _STOCK: stock,
             "__reduce_ex__": reduce,
             "__module__": stock.__module__,
             "__doc__": stock.__doc__,
         },
     )
+    return swapped_class
 
 
-def _new(stock: type) -> Any:
-    """An instance of the swapped class before its state is set: pickle does not find that class by its name."""
+def _stock_class(model: Any) -> Any:
+    return vars(type(model)).get(_STOCK, type(model))
+
+
+def _new(stock: Any) -> Any:
+    """An instance of the swapped class, which pickle does not find by its name, before its state is set."""
     swapped = _swapped_class(stock)
     return swapped.__new__(swapped)

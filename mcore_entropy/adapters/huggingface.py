@@ -6,6 +6,7 @@ a copy would share.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -64,8 +65,8 @@ def swap_lm_head(model: nn.Module, config: EntropyConfig) -> SwapHandle:
     if swapped is None:
         _check_config(config)
         _check_not_wrapped(causal_lm)
-        check_loss_function(causal_lm)
         head_name = _head_name(causal_lm)
+        check_loss_function(causal_lm)
         head_class = _head_class(causal_lm.get_submodule(head_name))
         transform = transform_of_model(causal_lm, head_name)
         swapped = SwappedCausalLM(causal_lm, head_name, head_class, transform, config)
@@ -76,13 +77,13 @@ def swap_lm_head(model: nn.Module, config: EntropyConfig) -> SwapHandle:
 
 def _causal_lm(model: Any) -> Any:
     """The causal LM itself, out of PEFT's wrapper."""
-    if isinstance(model, nn.Module) and hasattr(model, "get_base_model"):
+    if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     for name in ("_fsdp_wrapped_module", "_orig_mod", "module"):
         if isinstance(model, nn.Module) and isinstance(model._modules.get(name), nn.Module):
             raise ValueError(
-                f"model: expected one that nothing wraps yet, got a {type(model).__name__}; swap the head first, "
-                "and wrap the model then"
+                f"model: expected one that nothing wraps yet, got a {type(model).__name__}; swap the head "
+                "first, and wrap the model then"
             )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a causal LM of transformers, got a {type(model).__name__}")
@@ -110,8 +111,8 @@ def _check_not_wrapped(model: Any) -> None:
         )
     if "forward" in vars(model):
         raise ValueError(
-            "model: expected its class's own forward, got one that something has put on the instance (accelerate, "
-            "a device_map); swap first"
+            "model: expected its class's own forward, got one that something has put on the instance "
+            "(accelerate, a device_map); swap first"
         )
 
 
@@ -130,11 +131,18 @@ def _head_class(head: Any) -> type[nn.Module]:
             "head: expected its class's own forward, got one that something has put on the instance (a "
             "device_map, offloading); swap first"
         )
-    if type(head) is nn.Linear:
-        if type(head.weight) is not nn.Parameter:
-            raise ValueError(f"head: expected a weight that is a plain parameter, got a {type(head.weight)}")
-        return EntropyAwareLMHead
-    raise ValueError(
-        f"head: expected exactly a torch.nn.Linear, got {type(head).__module__}.{type(head).__qualname__}, whose "
-        "forward does something else"
-    )
+    lora = sys.modules.get("peft.tuners.lora")  # without it no head can be one of PEFT's
+    with_lora = lora is not None and type(head) is lora.Linear
+    linear = head.base_layer if with_lora else head
+    if type(linear) is not nn.Linear:
+        raise ValueError(
+            "head: expected exactly a torch.nn.Linear, or PEFT's LoRA around one, got "
+            f"{type(linear).__module__}.{type(linear).__qualname__}, whose forward does something else"
+        )
+    if type(linear.weight) is not nn.Parameter:
+        raise ValueError(f"head: expected a weight that is a plain parameter, got a {type(linear.weight)}")
+    if with_lora:
+        from mcore_entropy.adapters.lora_head import EntropyAwareLoraHead
+
+        return EntropyAwareLoraHead
+    return EntropyAwareLMHead

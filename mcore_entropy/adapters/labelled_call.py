@@ -98,17 +98,18 @@ def one_call_of(head: nn.Module, call: HeadCall) -> Iterator[list[Tensor]]:
             hook.remove()
     if len(received) != 1:
         raise RuntimeError(f"head: expected the model to call it once, got {len(received)} calls")
-    if received[0].dtype not in (torch.float32, torch.float64):
+    if not call.fits(received[0]):
         raise ValueError(
-            f"head: expected fp32 statistics of it, got {received[0].dtype}; something that wraps the head casts "
-            "its output (FSDP2: output_dtype)"
+            f"head: expected fp32 statistics for {tuple(call.target.shape)} tokens of it, got "
+            f"{received[0].dtype} {tuple(received[0].shape)}; something that wraps the head casts its output "
+            "(FSDP2: output_dtype) or changes it"
         )
 
 
 def causal_lm_loss(
-    call: HeadCall, statistics: TokenStatistics, num_items: Any, entropy_coeff: float
+    call: HeadCall, statistics: TokenStatistics, num_items: int | Tensor | None, entropy_coeff: float
 ) -> Tensor:
-    """The model's own loss, less the entropy bonus: means over the tokens that have a label and no False mask."""
+    """The model's own loss, less the entropy bonus: means over tokens that have a label and no False mask."""
     log_probs, entropy = statistics.log_probs, statistics.entropy
     counted = (call.target != call.ignore_index).to(log_probs.device)
     if call.mask is not None:

@@ -68,6 +68,12 @@ class HeadCall:
             columns.append(statistics.entropy)
         return torch.stack(columns, dim=-1)
 
+    def fits(self, packed: Tensor) -> bool:
+        """Whether `packed` can be what `statistics` gave."""
+        columns = 1 + len(self.config.metrics) + self.entropy
+        wide = packed.dtype in (torch.float32, torch.float64)
+        return wide and packed.shape == (*self.target.shape, columns)
+
     def named(self, packed: Tensor) -> TokenStatistics:
         """The statistics that `statistics` packed."""
         log_probs, *rest = packed.unbind(-1)
@@ -92,10 +98,14 @@ class EntropyAwareLMHead(nn.Linear):
         return call.statistics(input, self.weight, self.bias)
 
 
+_WRAPPED_AS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "original_module")
+
+
 def entropy_aware_head(module: Any) -> Any | None:
     """Our head inside the wrappers that hand on a call's keywords as they are; None if there is none.
 
-    FSDP1, checkpoint wrappers and torch.compile wrap a module by another one; FSDP2 makes its class another.
+    FSDP1, checkpoint wrappers, torch.compile and PEFT's modules_to_save (whose copies of our head are ours)
+    wrap a module by another one; FSDP2 makes its class another.
     """
     while isinstance(module, nn.Module):
         if getattr(type(module), "gives_statistics", False):
@@ -103,8 +113,8 @@ def entropy_aware_head(module: Any) -> Any | None:
         module = next(
             (
                 getattr(module, name)
-                for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-                if isinstance(vars(module).get("_modules", {}).get(name), nn.Module)
+                for name in _WRAPPED_AS
+                if isinstance(module._modules.get(name), nn.Module)
             ),
             None,
         )

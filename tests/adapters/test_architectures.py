@@ -1,0 +1,137 @@
+"""Every known Hugging Face architecture: swapped, it gives what its own logits give, in fp64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'mcore-entropy[hf]'")
+
+import mcore_entropy as me
+from mcore_entropy.adapters import architectures
+from mcore_entropy.adapters.huggingface import known_architectures, register_architecture, swap_lm_head
+from tests.adapters.tiny_models import VOCABULARY, tiny_model
+
+COEFFICIENT = 0.3
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return ids, labels
+
+
+def dense(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, log-probs and entropy from the model's own logits, in fp64."""
+    output = model(input_ids=ids)
+    log_p = output.logits.double().log_softmax(-1)
+    target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    counted = target != -100
+    log_probs = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * counted
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    loss = -(log_probs.sum() + COEFFICIENT * (entropy * counted).sum()) / counted.sum()
+    if getattr(output, "aux_loss", None) is not None:
+        loss = loss + model.router_aux_loss_coef * output.aux_loss
+    return loss, log_probs, entropy
+
+
+@pytest.mark.parametrize("architecture", known_architectures())
+def test_values_and_gradients(architecture: str) -> None:
+    stock = tiny_model(architecture).double()
+    swapped = copy.deepcopy(stock)
+    swap_lm_head(swapped, me.EntropyConfig(entropy_coeff=COEFFICIENT))
+    ids, labels = batch()
+    loss, log_probs, entropy = dense(stock, ids, labels)
+    output = swapped(input_ids=ids, labels=labels)
+    assert output.logits is None
+    torch.testing.assert_close(output.log_probs, log_probs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.entropy, entropy, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.loss, loss, rtol=1e-12, atol=0)
+    loss.backward()
+    output.loss.backward()
+    expected = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    largest = max(gradient.abs().max() for gradient in expected.values() if gradient is not None)
+    for name, parameter in swapped.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(
+                parameter.grad, expected[name], rtol=0, atol=1e-11 * float(largest),
+                msg=lambda text, name=name: f"{name}: {text}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Gemma3ForCausalLM",
+        "CohereForCausalLM",
+        "GraniteForCausalLM",
+        "FalconH1ForCausalLM",
+        "HyperCLOVAXForCausalLM",
+    ],
+)
+def test_a_wrong_transform_is_found(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the logits of fresh weights are too small to tell a softcap."""
+    model = tiny_model(architecture)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(std=1e-3)
+    monkeypatch.setitem(architectures._TRANSFORMS, architecture, lambda _: me.LogitTransform())
+    with pytest.raises(ValueError, match=f"expected {architecture} to do .* as registered"):
+        swap_lm_head(model, me.EntropyConfig())
+    assert model.lm_head(torch.zeros(1, 32)).shape == (1, VOCABULARY)
+
+
+def test_a_transform_that_its_config_switches_off() -> None:
+    """Gemma 3 has none by default."""
+    model = tiny_model("Gemma3ForCausalLM", final_logit_softcapping=None)
+    ids, labels = batch()
+    loss, *_ = dense(model.double(), ids, labels)
+    swap_lm_head(model, me.EntropyConfig(entropy_coeff=COEFFICIENT))
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, loss, rtol=1e-12, atol=0)
+
+
+def test_an_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = type(tiny_model("LlamaForCausalLM"))
+
+    class FairyForCausalLM(llama):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 0.25
+            return output
+
+    stock = FairyForCausalLM(tiny_model("LlamaForCausalLM").config).double().eval()
+    model = copy.deepcopy(stock)
+    monkeypatch.setattr(architectures, "_TRANSFORMS", dict(architectures._TRANSFORMS))
+    with pytest.raises(ValueError, match='register_architecture\\("FairyForCausalLM", lambda config'):
+        swap_lm_head(model, me.EntropyConfig())
+    register_architecture("FairyForCausalLM", lambda _: me.LogitTransform())
+    with pytest.raises(ValueError, match="expected FairyForCausalLM to do LogitTransform"):
+        swap_lm_head(model, me.EntropyConfig())
+    register_architecture("FairyForCausalLM", lambda _: me.LogitTransform(scale=0.25))
+    swap_lm_head(model, me.EntropyConfig(entropy_coeff=COEFFICIENT))
+    ids, labels = batch()
+    torch.testing.assert_close(
+        model(input_ids=ids, labels=labels).loss, dense(stock, ids, labels)[0], rtol=1e-12, atol=0
+    )
+
+
+def test_the_check_needs_no_weights() -> None:
+    """A model on the meta device, as FSDP users make them, and one in half precision."""
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.Gemma2ForCausalLM(tiny_model("Gemma2ForCausalLM").config)
+    swap_lm_head(model, me.EntropyConfig())
+    model.to_empty(device="cpu")
+    model.load_state_dict(tiny_model("Gemma2ForCausalLM").state_dict())
+    model.model.rotary_emb = tiny_model("Gemma2ForCausalLM").model.rotary_emb  # its buffers are in no state
+    model.model.embed_tokens.embed_scale = tiny_model("Gemma2ForCausalLM").model.embed_tokens.embed_scale
+    ids, labels = batch()
+    stock = tiny_model("Gemma2ForCausalLM")(input_ids=ids, labels=labels)
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, stock.loss)
