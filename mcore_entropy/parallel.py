@@ -6,11 +6,12 @@ holds N / R consecutive tokens of the hidden states; everything per token is ful
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from mcore_entropy.statistics import PartialStatistics
 
 
+class Unsharded(enum.Enum):
+    """Instead of a group: this rank holds the whole vocabulary, whatever groups Megatron has."""
+
+    UNSHARDED = "an unsharded vocabulary"
+
+
+UNSHARDED: Final = Unsharded.UNSHARDED
+TpGroup: TypeAlias = dist.ProcessGroup | Unsharded | None
+
+
 @dataclass(frozen=True)
 class TensorParallelGroup:
     """A process group with this rank's place in it; ``process_group`` None is an unsharded vocabulary."""
@@ -31,16 +42,18 @@ class TensorParallelGroup:
     size: int
 
     @staticmethod
-    def resolve(tp_group: dist.ProcessGroup | None) -> TensorParallelGroup:
+    def resolve(tp_group: TpGroup) -> TensorParallelGroup:
         """The group to use: the one given, else Megatron's where it is initialised, else a single rank.
+
+        `UNSHARDED` is a single rank in any case.
 
         Raises:
             ValueError: tp_group is no process group, or this rank is not in it.
         """
         if tp_group is None:
             tp_group = _megatron_group()
-            if tp_group is None:
-                return TensorParallelGroup(None, rank=0, size=1)
+        if tp_group is None or tp_group is UNSHARDED:
+            return TensorParallelGroup(None, rank=0, size=1)
         if not isinstance(tp_group, dist.ProcessGroup):
             raise ValueError(
                 "tp_group: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "

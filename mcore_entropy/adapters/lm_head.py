@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mcore_entropy.config import EntropyConfig
 from mcore_entropy.functional.linear import linear_log_probs_and_entropy
+from mcore_entropy.parallel import UNSHARDED
 from mcore_entropy.statistics import LogitTransform, TokenStatistics
 
 
@@ -62,6 +63,7 @@ class HeadCall:
             entropy=self.entropy,
             metrics=self.config.metrics,
             execution=self.config.execution,
+            tp_group=UNSHARDED,
         )
         columns = [statistics.log_probs, *statistics.metrics.values()]
         if statistics.entropy is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy.execution import Execution
@@ -27,7 +26,7 @@ from mcore_entropy.functional.chunked import TokenResults
 from mcore_entropy.functional.logits_passes import LogitsForward, backward_logits, forward_logits
 from mcore_entropy.functional.ops.logits import logits_entropy_op, logits_statistics_op
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import TensorParallelGroup
+from mcore_entropy.parallel import TensorParallelGroup, TpGroup
 from mcore_entropy.statistics import TokenStatistics, Wanted
 
 
@@ -52,7 +51,7 @@ class VocabParallelEntropy(torch.autograd.Function):
         temperature: float | Tensor = 1.0,
         vocab_size: int | None = None,
         vocab_start_index: int | None = None,
-        tp_group: dist.ProcessGroup | None = None,
+        tp_group: TpGroup = None,
         chunk_size: int | None = None,
         execution: Execution | None = None,
     ) -> Tensor:
@@ -78,7 +77,7 @@ class _VocabParallelLogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
+        ctx: Any, vocab_parallel_logits: Tensor, tp_group: TpGroup, keywords: Keywords
     ) -> tuple[Tensor | None, ...]:
         results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
         return outputs_of(ctx, ctx.problem, results)
@@ -103,7 +102,7 @@ def vocab_parallel_entropy(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: TpGroup = None,
     execution: Execution | None = None,
 ) -> Tensor:
     """Entropy of every token's next-token distribution, exact in value and gradient.
@@ -119,7 +118,8 @@ def vocab_parallel_entropy(
         vocab_start_index: global index of this rank's first column, for uneven shards (which need
             vocab_size too); None means equal shards.
         tp_group: the group the vocabulary is sharded over. None means Megatron's tensor-parallel group where
-            `megatron.core.parallel_state` is initialised, otherwise an unsharded vocabulary.
+            `megatron.core.parallel_state` is initialised, otherwise an unsharded vocabulary, on which
+            `mcore_entropy.parallel.UNSHARDED` insists.
         execution: how to compute it; None for the defaults.
 
     Returns:
@@ -143,7 +143,7 @@ def vocab_parallel_entropy_with_chunking(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: TpGroup = None,
     execution: Execution | None = None,
 ) -> Tensor:
     """`vocab_parallel_entropy` with at most chunk_size tokens in one reduction over the group.
@@ -173,7 +173,7 @@ def vocab_parallel_log_probs_and_entropy(
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
     chunk_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: TpGroup = None,
     entropy: bool = True,
     metrics: tuple[str, ...] = (),
     execution: Execution | None = None,
@@ -231,7 +231,7 @@ def _entropy(
     temperature: float | Tensor,
     vocab_size: int | None,
     vocab_start_index: int | None,
-    tp_group: dist.ProcessGroup | None,
+    tp_group: TpGroup,
     chunk_size: int | None,
     execution: Execution | None,
 ) -> Tensor:
@@ -270,9 +270,7 @@ def _entropy_keywords(
     )
 
 
-def _forward(
-    ctx: Any, logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
-) -> TokenResults:
+def _forward(ctx: Any, logits: Tensor, tp_group: TpGroup, keywords: Keywords) -> TokenResults:
     forward = forward_logits(logits, TensorParallelGroup.resolve(tp_group), keywords)
     save_for_backward(ctx, (logits,), forward.problem, forward.tokens, forward.results)
     return forward.results
