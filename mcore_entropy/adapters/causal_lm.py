@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from mcore_entropy.adapters.fsdp import check_output_dtypes
 from mcore_entropy.adapters.labelled_call import causal_lm_loss, head_call, one_call_of
 from mcore_entropy.adapters.lm_head import entropy_aware_head
 from mcore_entropy.adapters.model_output import output_with_statistics
@@ -91,7 +92,9 @@ class SwappedCausalLM:
             self._transform,
             self.config,
         )
-        with one_call_of(self._checked_head(), call) as received:
+        head = self._checked_head()
+        check_output_dtypes(model, head)
+        with one_call_of(head, call) as received:
             output = stock_forward(model, *args, **keywords, return_dict=True)
         statistics = call.named(received[0])
         loss = causal_lm_loss(call, statistics, num_items, self.config.entropy_coeff)

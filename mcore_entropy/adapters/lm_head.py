@@ -78,7 +78,8 @@ class HeadCall:
 
     def named(self, packed: Tensor) -> TokenStatistics:
         """The statistics that `statistics` packed."""
-        log_probs, *rest = packed.unbind(-1)
+        # Copies: FSDP hangs its hooks on what a model gives, and an in-place operation on a view drops them.
+        log_probs, *rest = (column.clone() for column in packed.unbind(-1))
         entropy = rest.pop() if self.entropy else None
         metrics = (value.detach() for value in rest)
         return TokenStatistics(log_probs, entropy, dict(zip(self.config.metrics, metrics, strict=True)))
