@@ -85,7 +85,7 @@ def full_gradients(model: Any) -> dict[str, Tensor]:
     found = {}
     with whole:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.requires_grad:  # FSDP1 gives frozen ones a gradient of 0
                 gradient = parameter.grad
                 name = name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
                 found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
@@ -222,37 +222,34 @@ def test_half_outputs_of_other_heads_are_theirs() -> None:
 # --------------------------------------------------------------------------- files, adapters, other wrapping
 
 
-def save_and_load() -> bool:
+def save_and_load(tied: bool) -> bool:
     """A sharded, swapped model's state in a stock model, and back in another sharded one."""
-    model = tiny_model("LlamaForCausalLM", tie_word_embeddings=True)
+    model = tiny_model("LlamaForCausalLM", tie_word_embeddings=tied)
     swap_lm_head(model, CONFIG)
     wrap_fsdp2(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     ids = IDS[0, dist.get_rank()]
     loss = model(input_ids=ids, labels=ids).loss
-    other = tiny_model("LlamaForCausalLM", seed=5, tie_word_embeddings=True)
+    other = tiny_model("LlamaForCausalLM", seed=5, tie_word_embeddings=tied)
     swap_lm_head(other, CONFIG)
     wrap_fsdp2(other)
     different = not torch.equal(other(input_ids=ids, labels=ids).loss, loss)
-    state = dist_state(state)
-    set_model_state_dict(other, dict(state), options=options)
-    stock = tiny_model("LlamaForCausalLM", seed=6, tie_word_embeddings=True)
+    to_everyone = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, dict(state), options=to_everyone)
+    box = [state]
+    dist.broadcast_object_list(box)
+    (state,) = box
+    stock = tiny_model("LlamaForCausalLM", seed=6, tie_word_embeddings=tied)
     stock.load_state_dict(state)
     swap_lm_head(stock, CONFIG)
     same = torch.equal(other(input_ids=ids, labels=ids).loss, loss)
     return different and same and torch.equal(stock(input_ids=ids, labels=ids).loss, loss)
 
 
-def dist_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rank 0's, which alone is full."""
-    box = [state]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def test_save_and_load() -> None:
-    assert run_ranks(RANKS, save_and_load) == [True, True]
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_save_and_load(tied: bool) -> None:
+    assert run_ranks(RANKS, save_and_load, tied) == [True, True]
 
 
 def lora_error(kind: str) -> float:
