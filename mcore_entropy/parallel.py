@@ -31,16 +31,23 @@ class TensorParallelGroup:
     size: int
 
     @staticmethod
-    def resolve(tp_group: dist.ProcessGroup | None) -> TensorParallelGroup:
+    def single_rank() -> TensorParallelGroup:
+        """An unsharded vocabulary. To `resolve` it stays one, beside an initialised Megatron too."""
+        return TensorParallelGroup(None, rank=0, size=1)
+
+    @staticmethod
+    def resolve(tp_group: GroupArgument) -> TensorParallelGroup:
         """The group to use: the one given, else Megatron's where it is initialised, else a single rank.
 
         Raises:
             ValueError: tp_group is no process group, or this rank is not in it.
         """
+        if isinstance(tp_group, TensorParallelGroup):
+            return tp_group
         if tp_group is None:
             tp_group = _megatron_group()
             if tp_group is None:
-                return TensorParallelGroup(None, rank=0, size=1)
+                return TensorParallelGroup.single_rank()
         if not isinstance(tp_group, dist.ProcessGroup):
             raise ValueError(
                 "tp_group: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
@@ -52,13 +59,17 @@ class TensorParallelGroup:
     def named(name: str | None) -> TensorParallelGroup:
         """The group of this `name`; an unsharded vocabulary for None."""
         if name is None:
-            return TensorParallelGroup(None, rank=0, size=1)
+            return TensorParallelGroup.single_rank()
         return TensorParallelGroup.resolve(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
 
     @property
     def name(self) -> str | None:
         """What `named` finds the group by."""
         return None if self.process_group is None else self.process_group.group_name
+
+
+# A group as callers inside the package may name it: resolved already, or a public function's tp_group.
+GroupArgument: TypeAlias = dist.ProcessGroup | TensorParallelGroup | None
 
 
 def _megatron_group() -> dist.ProcessGroup | None:

@@ -27,7 +27,7 @@ from mcore_entropy.functional.chunked import TokenResults
 from mcore_entropy.functional.logits_passes import LogitsForward, backward_logits, forward_logits
 from mcore_entropy.functional.ops.logits import logits_entropy_op, logits_statistics_op
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import TensorParallelGroup
+from mcore_entropy.parallel import GroupArgument, TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics, Wanted
 
 
@@ -52,7 +52,7 @@ class VocabParallelEntropy(torch.autograd.Function):
         temperature: float | Tensor = 1.0,
         vocab_size: int | None = None,
         vocab_start_index: int | None = None,
-        tp_group: dist.ProcessGroup | None = None,
+        tp_group: GroupArgument = None,
         chunk_size: int | None = None,
         execution: Execution | None = None,
     ) -> Tensor:
@@ -78,7 +78,7 @@ class _VocabParallelLogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
+        ctx: Any, vocab_parallel_logits: Tensor, tp_group: GroupArgument, keywords: Keywords
     ) -> tuple[Tensor | None, ...]:
         results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
         return outputs_of(ctx, ctx.problem, results)
@@ -130,7 +130,7 @@ def vocab_parallel_entropy(
 
     Collectives and what is saved for backward: see `VocabParallelEntropy`, with all tokens as one chunk.
     """
-    return _entropy(
+    return entropy_of_logits(
         vocab_parallel_logits, mask, temperature, vocab_size, vocab_start_index, tp_group, None, execution
     )
 
@@ -151,7 +151,7 @@ def vocab_parallel_entropy_with_chunking(
     The token axis is cut whatever the layout, inside one autograd Function, so that nothing is kept per chunk
     in training either. The other arguments, the result and the errors are those of `vocab_parallel_entropy`.
     """
-    return _entropy(
+    return entropy_of_logits(
         vocab_parallel_logits,
         mask,
         temperature,
@@ -218,23 +218,30 @@ def vocab_parallel_log_probs_and_entropy(
         execution=execution,
         wanted=wanted,
     )
+    return statistics_of_logits(vocab_parallel_logits, tp_group, keywords)
+
+
+def statistics_of_logits(
+    vocab_parallel_logits: Tensor, tp_group: GroupArgument, keywords: Keywords
+) -> TokenStatistics:
+    """`vocab_parallel_log_probs_and_entropy` for callers inside the package, which may name a single rank."""
     if torch.compiler.is_compiling():
         return logits_statistics_op(vocab_parallel_logits, tp_group, keywords)
-    return named_outputs(
-        wanted.metrics, _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
-    )
+    outputs = _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
+    return named_outputs(keywords.wanted.metrics, outputs)
 
 
-def _entropy(
+def entropy_of_logits(
     vocab_parallel_logits: Tensor,
     mask: Tensor | None,
     temperature: float | Tensor,
     vocab_size: int | None,
     vocab_start_index: int | None,
-    tp_group: dist.ProcessGroup | None,
+    tp_group: GroupArgument,
     chunk_size: int | None,
     execution: Execution | None,
 ) -> Tensor:
+    """`vocab_parallel_entropy`, in one chunk for None, for callers inside the package, as above."""
     if torch.compiler.is_compiling():
         keywords = _entropy_keywords(mask, temperature, vocab_size, vocab_start_index, chunk_size, execution)
         return logits_entropy_op(vocab_parallel_logits, tp_group, keywords)
@@ -270,9 +277,7 @@ def _entropy_keywords(
     )
 
 
-def _forward(
-    ctx: Any, logits: Tensor, tp_group: dist.ProcessGroup | None, keywords: Keywords
-) -> TokenResults:
+def _forward(ctx: Any, logits: Tensor, tp_group: GroupArgument, keywords: Keywords) -> TokenResults:
     forward = forward_logits(logits, TensorParallelGroup.resolve(tp_group), keywords)
     save_for_backward(ctx, (logits,), forward.problem, forward.tokens, forward.results)
     return forward.results

@@ -1,0 +1,1 @@
+"""The same computation for frameworks other than Megatron-core; each module imports only its own."""
