@@ -13,6 +13,7 @@ from mcore_entropy.adapters.sharding import (
     Placements,
     VocabularyOnMesh,
     checked_dtensor,
+    completed,
     known_placements,
     local_part,
 )
@@ -68,9 +69,10 @@ class ColumnParallelHead:
 
     def local_operands(self) -> HeadOperands:
         """This rank's operands for the fused head, which gives hidden the complete gradient on every rank."""
-        hidden = self.hidden
-        if isinstance(hidden, DTensor):
+        if isinstance(self.hidden, DTensor):
             hidden = local_part(self.hidden_on_mesh(), self.tokens)
+        else:
+            hidden = completed(self.hidden)
         # Ranks with other tokens have another part of the sum over tokens.
         rows = tuple(
             Shard(0) if i == self.vocabulary.mesh_dim else Replicate() if p == Replicate() else Partial()

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Private, and how torch's own tensor-parallel styles hand a gathered input on.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -160,4 +163,26 @@ def _kind(value: object) -> str:
 
 def local_part(value: DTensor, gradient: Sequence[Placement]) -> Tensor:
     """This rank's part, whose gradient is a DTensor of the placements `gradient`."""
-    return value.to_local(grad_placements=gradient)
+    return completed(value.to_local(grad_placements=gradient))
+
+
+def completed(value: Tensor) -> Tensor:
+    """`value`, once a collective that still fills it is through; its gradient passes."""
+    if isinstance(value, AsyncCollectiveTensor):
+        value = _Completed.apply(value)
+    return value
+
+
+class _Completed(torch.autograd.Function):
+    """The tensor that an AsyncCollectiveTensor stands for. Its own address is 0, which a kernel would read.
+
+    Waiting outside of a Function would leave autograd's graph: the wrapper has it, not what it wraps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pending: AsyncCollectiveTensor) -> Tensor:
+        return pending.wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import mcore_entropy as me
 from mcore_entropy.adapters import dtensor as adapter
+from mcore_entropy.functional.linear import fused_head
 from tests import reference as ref
 from tests.comparison import assert_same_bits
 from tests.distributed.cases import Case, Whole, build
@@ -250,6 +252,45 @@ def test_head_with_data_parallel_ranks() -> None:
             replace(base, placements=(WHOLE, BATCH), case=_head(mask="half", temperature="per token")),
         ],
     )
+
+
+def _head_of_hidden_in_flight() -> list[tuple[Tensor, Tensor, bool]]:
+    """Entropy, hidden's gradient, and whether the gather was in flight: of a DTensor, of its local part."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole, answers = build(_head()), []
+    weight = _spread(whole.inputs["weight"], mesh, (Shard(0),))
+    for plain in (False, True):
+        sharded = _spread(whole.inputs["hidden"], mesh, (SEQUENCE,)).requires_grad_()
+        gathered = sharded.redistribute(placements=(WHOLE,), async_op=True)
+        hidden = gathered.to_local(grad_placements=(WHOLE,)) if plain else gathered
+        in_flight = isinstance(gathered.to_local(), AsyncCollectiveTensor)
+
+        def addressed(*operands: Any) -> Any:
+            assert all(x is None or type(x) is Tensor or type(x) is nn.Parameter for x in operands[:3])
+            return fused_head(*operands)
+
+        with mock.patch.object(adapter, "fused_head", addressed):
+            entropy = adapter.dtensor_linear_log_probs_and_entropy(hidden, weight, whole.target).entropy
+        assert entropy is not None
+        entropy.backward(whole.upstream[1])
+        assert isinstance(sharded.grad, DTensor)
+        answers.append((entropy.detach(), sharded.grad.full_tensor(), in_flight))
+    return answers
+
+
+def test_hidden_states_whose_gather_is_in_flight() -> None:
+    """torch's tensor-parallel styles hand them on like that; a kernel must not get the wrapper."""
+    whole = build(_head())
+    leaf = whole.inputs["hidden"].requires_grad_()
+    expected = me.linear_log_probs_and_entropy(leaf, whole.inputs["weight"], whole.target).entropy
+    assert expected is not None
+    expected.backward(whole.upstream[1])
+    assert leaf.grad is not None
+    for answers in run_ranks(2, _head_of_hidden_in_flight):
+        for entropy, gradient, in_flight in answers:
+            assert in_flight
+            torch.testing.assert_close(entropy, expected.detach(), rtol=1e-5, atol=1e-5)  # fp32, other sums
+            torch.testing.assert_close(gradient, leaf.grad, rtol=1e-5, atol=1e-5)
 
 
 # --- what is communicated ---
