@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -381,7 +382,7 @@ def test_whole_logits_of_a_column_parallel_head() -> None:
                 )
 
 
-def _parallelize() -> tuple[Tensor, Tensor, bool, Tensor, str]:
+def _parallelize() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(dist.get_rank())  # every rank's own: the first one's count
     model = nn.Sequential(nn.Embedding(V, 16), nn.Linear(16, V))
@@ -402,16 +403,56 @@ def _parallelize() -> tuple[Tensor, Tensor, bool, Tensor, str]:
     return (
         head.weight.full_tensor().detach(),
         first,
-        torch.allclose(ours, dense, atol=1e-5),
         ours.detach(),
-        "",
+        dense.detach(),
     )
 
 
 def test_a_head_made_column_parallel() -> None:
-    for weight, first, close, *_ in run_ranks(2, _parallelize):
+    for weight, first, ours, dense in run_ranks(2, _parallelize):
         assert_same_bits(weight, first)
-        assert close
+        torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)  # fp32, with sums in another order
+
+
+class _Head(nn.Linear):
+    """A head whose forward gives statistics, as one that takes the place of a model's does."""
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        assert isinstance(self.weight, DTensor)
+        both = adapter.dtensor_linear_log_probs_and_entropy(hidden, self.weight, target)
+        return torch.stack((both.log_probs, both.entropy))  # type: ignore[arg-type] # it is wanted
+
+
+def _under_fsdp() -> tuple[Tensor, Tensor, Tensor]:
+    """dp 2 × tp 2: statistics of this rank's half of the sequence, gradients of hidden and weight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, first = build(_head(dtype=torch.float64)), 4 * mesh.get_local_rank("dp")
+    half = slice(first, first + 4)
+    head = _Head(16, V, bias=False, dtype=torch.float64)
+    head.weight = nn.Parameter(whole.inputs["weight"].clone())
+    adapter.parallelize_lm_head(head, mesh["tp"])
+    fully_shard(head, mesh=mesh["dp"])
+    hidden = whole.inputs["hidden"][half].clone().requires_grad_()
+    both = head(hidden, whole.target[half])
+    (both * torch.stack([g[half] for g in whole.upstream])).sum().backward()
+    with pytest.raises(ValueError, match=r"weight: expected placements Shard or Replicate.*what FSDP"):
+        adapter.dtensor_linear_log_probs_and_entropy(hidden, head.weight, whole.target[half])
+    assert hidden.grad is not None and isinstance(head.weight.grad, DTensor)
+    return both.detach(), hidden.grad, head.weight.grad.full_tensor()
+
+
+def test_head_under_fsdp_and_tensor_parallelism() -> None:
+    """In the forward of FSDP2's module the weight is sharded over the tensor-parallel ranks alone."""
+    whole = build(_head(dtype=torch.float64))
+    g_lp, g_h = whole.upstream
+    truth = ref.truth_linear(**whole.inputs, target=whole.target, grad_log_probs=g_lp, grad_entropy=g_h)
+    expected = torch.stack((truth.log_probs, truth.entropy))
+    for rank, (both, of_hidden, of_weight) in enumerate(run_ranks(4, _under_fsdp)):
+        half = slice(4 * (rank // 2), 4 * (rank // 2) + 4)
+        close = {"rtol": 1e-11, "atol": 1e-11}  # fp64, with sums in another order
+        torch.testing.assert_close(both, expected[:, half], **close)
+        torch.testing.assert_close(of_hidden, truth.gradients["hidden"][half], **close)
+        torch.testing.assert_close(of_weight, truth.gradients["weight"] / 2, **close)  # FSDP's mean over dp
 
 
 # --- refusals ---
