@@ -6,12 +6,11 @@ holds N / R consecutive tokens of the hidden states; everything per token is ful
 
 from __future__ import annotations
 
-import enum
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from mcore_entropy.statistics import PartialStatistics
 
 
-class Unsharded(enum.Enum):
-    """Instead of a group: this rank holds the whole vocabulary, whatever groups Megatron has."""
-
-    UNSHARDED = "an unsharded vocabulary"
-
-
-UNSHARDED: Final = Unsharded.UNSHARDED
-TpGroup: TypeAlias = dist.ProcessGroup | Unsharded | None
-
-
 @dataclass(frozen=True)
 class TensorParallelGroup:
     """A process group with this rank's place in it; ``process_group`` None is an unsharded vocabulary."""
@@ -42,18 +31,23 @@ class TensorParallelGroup:
     size: int
 
     @staticmethod
-    def resolve(tp_group: TpGroup) -> TensorParallelGroup:
-        """The group to use: the one given, else Megatron's where it is initialised, else a single rank.
+    def single_rank() -> TensorParallelGroup:
+        """An unsharded vocabulary. To `resolve` it stays one, beside an initialised Megatron too."""
+        return TensorParallelGroup(None, rank=0, size=1)
 
-        `UNSHARDED` is a single rank in any case.
+    @staticmethod
+    def resolve(tp_group: GroupArgument) -> TensorParallelGroup:
+        """The group to use: the one given, else Megatron's where it is initialised, else a single rank.
 
         Raises:
             ValueError: tp_group is no process group, or this rank is not in it.
         """
+        if isinstance(tp_group, TensorParallelGroup):
+            return tp_group
         if tp_group is None:
             tp_group = _megatron_group()
-        if tp_group is None or tp_group is UNSHARDED:
-            return TensorParallelGroup(None, rank=0, size=1)
+            if tp_group is None:
+                return TensorParallelGroup.single_rank()
         if not isinstance(tp_group, dist.ProcessGroup):
             raise ValueError(
                 "tp_group: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
@@ -65,13 +59,17 @@ class TensorParallelGroup:
     def named(name: str | None) -> TensorParallelGroup:
         """The group of this `name`; an unsharded vocabulary for None."""
         if name is None:
-            return TensorParallelGroup(None, rank=0, size=1)
+            return TensorParallelGroup.single_rank()
         return TensorParallelGroup.resolve(_resolve_process_group(name))  # type: ignore[arg-type, unused-ignore]
 
     @property
     def name(self) -> str | None:
         """What `named` finds the group by."""
         return None if self.process_group is None else self.process_group.group_name
+
+
+# A group as callers inside the package may name it: resolved already, or a public function's tp_group.
+GroupArgument: TypeAlias = dist.ProcessGroup | TensorParallelGroup | None
 
 
 def _megatron_group() -> dist.ProcessGroup | None:

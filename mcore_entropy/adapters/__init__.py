@@ -1,1 +1,1 @@
-"""The same math outside Megatron-core: Hugging Face models, FSDP, DTensor."""
+"""The same computation for frameworks other than Megatron-core; each module imports only its own."""

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_entropy.functional.linear import linear_log_probs_and_entropy
-from mcore_entropy.parallel import UNSHARDED
-from mcore_entropy.statistics import LogitTransform
+from mcore_entropy.functional.linear import fused_head
+from mcore_entropy.functional.linear_passes import LinearOptions
+from mcore_entropy.functional.problem import Keywords
+from mcore_entropy.parallel import TensorParallelGroup
+from mcore_entropy.statistics import LogitTransform, Wanted
 
 TransformOf = Callable[[Any], LogitTransform]
 
@@ -159,9 +161,8 @@ def _check_transform(model: Any, head_name: str, transform: LogitTransform) -> N
             f"{tuple(raw_logits.shape)}, got {tuple(logits.shape)}"
         )
     target = torch.tensor([[0, columns // 3, columns - 1]])
-    ours = linear_log_probs_and_entropy(
-        hidden, weight, target, transform=transform, tp_group=UNSHARDED
-    ).log_probs
+    options = LinearOptions(transform, tp_group=TensorParallelGroup.single_rank())
+    ours = fused_head(hidden, weight, None, options, Keywords(target=target, wanted=Wanted())).log_probs
     theirs = logits.double().log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
     error_allowed = 1e-5 * (1.0 + logits.double().abs().amax(-1))
     if not bool(((ours - theirs).abs() <= error_allowed).all()):

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from mcore_entropy.adapters.foreign_parallelism import foreign_parallelism
 from mcore_entropy.adapters.fsdp import check_output_dtypes
 from mcore_entropy.adapters.labelled_call import causal_lm_loss, head_call, one_call_of
 from mcore_entropy.adapters.lm_head import entropy_aware_head
@@ -109,11 +110,18 @@ class SwappedCausalLM:
     def _checked_head(self) -> nn.Module:
         """What stands in the head's place: our head, or a wrapper of it."""
         module: nn.Module = self._model.get_submodule(self._head_name)
-        if entropy_aware_head(module) is None:
+        head = entropy_aware_head(module)
+        if head is None:
             raise RuntimeError(
                 f"{self._head_name}: expected the head that was swapped, got {type(module).__module__}."
                 f"{type(module).__qualname__}; it was replaced or wrapped (LoRA, resize_token_embeddings) "
                 "after the swap: do that first, and swap then"
+            )
+        parallelism = foreign_parallelism(head)
+        if parallelism is not None:
+            raise RuntimeError(
+                f"{self._head_name}: expected results that nothing brings into another layout, got a head "
+                f"under {parallelism}; shard it with mcore_entropy.adapters.dtensor.parallelize_lm_head"
             )
         return module
 

@@ -39,8 +39,9 @@ def wrap_fsdp2(
 ) -> nn.Module:
     """`fully_shard` each decoder layer, embedding, head, and the rest as the root, in place.
 
-    Tied embedding and head are one unit. The head, whose backward follows its forward, stays gathered
-    in between. Models without a head (critics, reward models) are sharded the same way.
+    Tied embedding and head are one unit. Models without a head (critics, reward models) are sharded the same
+    way. The head's backward follows its forward: ``model.lm_head.set_reshard_after_forward(False)`` saves
+    gathering it twice, but leaves it gathered, and its parameters plain tensors, after a forward alone.
 
     Args:
         model: swapped already if it is to be; a Hugging Face model, PEFT's wrapper of one, or any module with
@@ -60,19 +61,18 @@ def wrap_fsdp2(
     policy = mp_policy or MixedPrecisionPolicy()
     if entropy_aware_head(units.head) is not None:
         _check_output_dtype(policy.output_dtype)
-    keywords: dict[str, Any] = dict(
-        mesh=mesh, mp_policy=policy, offload_policy=offload_policy or OffloadPolicy()
+    options: dict[str, Any] = dict(
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload_policy or OffloadPolicy(),
+        reshard_after_forward=reshard_after_forward,
     )
     for layer in units.layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **keywords)
-    if units.tied:
-        fully_shard([units.embedding, units.head], reshard_after_forward=False, **keywords)  # type: ignore[list-item, arg-type, unused-ignore]
-    else:
-        if units.embedding is not None:
-            fully_shard(units.embedding, reshard_after_forward=reshard_after_forward, **keywords)
-        if units.head is not None:
-            fully_shard(units.head, reshard_after_forward=False, **keywords)
-    fully_shard(model, reshard_after_forward=reshard_after_forward, **keywords)
+        fully_shard(layer, **options)
+    ends = [unit for unit in (units.embedding, units.head) if unit is not None]
+    for unit in [ends] if units.tied else ends:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
     set_prefetch(model, forward=forward_prefetch, backward=backward_prefetch, layer_classes=layer_classes)
     return model
 

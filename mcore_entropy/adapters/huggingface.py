@@ -18,6 +18,7 @@ from mcore_entropy.adapters.architectures import (
     transform_of_model,
 )
 from mcore_entropy.adapters.causal_lm import SwappedCausalLM, check_loss_function
+from mcore_entropy.adapters.foreign_parallelism import foreign_parallelism
 from mcore_entropy.adapters.lm_head import EntropyAwareLMHead
 from mcore_entropy.config import EntropyConfig
 from mcore_entropy.swap_handle import SWAP, SwapHandle, check_same_config
@@ -126,6 +127,13 @@ def _head_name(model: Any) -> str:
 
 def _head_class(head: Any) -> type[nn.Module]:
     """The class that a head of this kind is swapped for."""
+    parallelism = foreign_parallelism(head)
+    if parallelism is not None:
+        raise ValueError(
+            "head: expected one whose results nothing brings into another layout, got one under "
+            f"{parallelism}; leave the head out of the plan, swap it, and shard it with "
+            "mcore_entropy.adapters.dtensor.parallelize_lm_head"
+        )
     if "forward" in vars(head) or hasattr(head, "_hf_hook"):
         raise ValueError(
             "head: expected its class's own forward, got one that something has put on the instance (a "
@@ -140,7 +148,10 @@ def _head_class(head: Any) -> type[nn.Module]:
             f"{type(linear).__module__}.{type(linear).__qualname__}, whose forward does something else"
         )
     if type(linear.weight) is not nn.Parameter:
-        raise ValueError(f"head: expected a weight that is a plain parameter, got a {type(linear.weight)}")
+        raise ValueError(
+            f"head: expected a weight that is a plain parameter, got a {type(linear.weight).__name__}; swap "
+            "the head first, and shard it then"
+        )
     if with_lora:
         from mcore_entropy.adapters.lora_head import EntropyAwareLoraHead
 

@@ -11,11 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from mcore_entropy.adapters.dtensor import column_parallel_logits, dtensor_linear_log_probs_and_entropy
 from mcore_entropy.config import EntropyConfig
-from mcore_entropy.functional.linear import linear_log_probs_and_entropy
-from mcore_entropy.parallel import UNSHARDED
-from mcore_entropy.statistics import LogitTransform, TokenStatistics
+from mcore_entropy.functional.linear import fused_head
+from mcore_entropy.functional.linear_passes import LinearOptions
+from mcore_entropy.functional.problem import Keywords
+from mcore_entropy.parallel import TensorParallelGroup
+from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted
 
 
 class HeadCall:
@@ -43,28 +47,38 @@ class HeadCall:
         self.transform = transform
         self.config = config
 
-    def statistics(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The statistics of hidden [*, H] and weight [V, H] as one tensor [*, k]; see `named`."""
-        statistics = linear_log_probs_and_entropy(
-            hidden,
-            weight,
-            self.target.to(hidden.device),
-            bias=bias,
-            transform=self.transform,
-            mask=None if self.mask is None else self.mask.to(hidden.device),
-            temperature=(
-                self.temperature.to(hidden.device)
-                if isinstance(self.temperature, Tensor)
-                else self.temperature
-            ),
+    def statistics(self, hidden: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        """The statistics of hidden [*, H] and weight [V, H] as one tensor [*, k]; see `named`.
+
+        A weight that is a DTensor is column-parallel: `mcore_entropy.adapters.dtensor.parallelize_lm_head`.
+        """
+
+        def on_device(value: Any, hidden: Tensor) -> Any:
+            return value.to(hidden.device) if isinstance(value, Tensor) else value
+
+        keywords = dict(
+            target=on_device(self.target, hidden),
+            mask=on_device(self.mask, hidden),
+            temperature=on_device(self.temperature, hidden),
             ignore_index=self.ignore_index,
             vocab_size=self.config.vocab_size,
             chunk_size=self.config.chunk_size,
-            entropy=self.entropy,
-            metrics=self.config.metrics,
             execution=self.config.execution,
-            tp_group=UNSHARDED,
         )
+        if isinstance(weight, DTensor):
+            statistics = dtensor_linear_log_probs_and_entropy(
+                hidden,
+                weight,
+                bias=bias,
+                transform=self.transform,
+                entropy=self.entropy,
+                metrics=self.config.metrics,
+                **keywords,
+            )
+        else:
+            options = LinearOptions(self.transform, tp_group=TensorParallelGroup.single_rank())
+            wanted = Wanted.checked(self.entropy, self.config.metrics)
+            statistics = fused_head(hidden, weight, bias, options, Keywords(wanted=wanted, **keywords))
         columns = [statistics.log_probs, *statistics.metrics.values()]
         if statistics.entropy is not None:
             columns.append(statistics.entropy)
@@ -97,6 +111,9 @@ class EntropyAwareLMHead(nn.Linear):
     def forward(self, input: Tensor, call: HeadCall | None = None) -> Tensor:
         """Logits [*, V] as the parent's; with a call [*, k], fp32 (fp64 for fp64 input), for its `named`."""
         if call is None:
+            weight: Any = self.weight
+            if isinstance(weight, DTensor):
+                return column_parallel_logits(input, weight, self.bias)  # type: ignore[arg-type] # as its weight
             return super().forward(input)
         return call.statistics(input, self.weight, self.bias)
 

@@ -142,7 +142,9 @@ def check_tensor(
     if hasattr(value, "full_tensor"):
         raise ValueError(
             f"{name}: expected a plain tensor, got a {type(value).__name__} of placements "
-            f"{getattr(value, 'placements', None)}; pass its local shard with the group it is sharded over"
+            f"{getattr(value, 'placements', None)}; pass its local shard with the group it is sharded over, "
+            "or the DTensor to mcore_entropy.adapters.dtensor: dtensor_log_probs_and_entropy and "
+            "dtensor_entropy take logits, dtensor_linear_log_probs_and_entropy takes a head's weight"
         )
     if value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

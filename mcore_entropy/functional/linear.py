@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy.backends.interface import KeptLogits
@@ -34,7 +35,7 @@ from mcore_entropy.functional.linear_passes import (
 from mcore_entropy.functional.main_grad import WeightGradient, main_grad_of, placeholder_gradient
 from mcore_entropy.functional.ops.linear import linear_statistics_op
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import TensorParallelGroup, TpGroup
+from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import LogitTransform, TokenStatistics, Wanted
 
 
@@ -117,7 +118,7 @@ def linear_log_probs_and_entropy(
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
     chunk_size: int | None = None,
-    tp_group: TpGroup = None,
+    tp_group: dist.ProcessGroup | None = None,
     entropy: bool = True,
     metrics: tuple[str, ...] = (),
     execution: Execution | None = None,

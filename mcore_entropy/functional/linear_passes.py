@@ -24,7 +24,7 @@ from mcore_entropy.functional.head_gradients import HeadGradients, by_columns_is
 from mcore_entropy.functional.local_head import LocalHead, StatisticsOfHead
 from mcore_entropy.functional.main_grad import WeightGradient, main_grad_of
 from mcore_entropy.functional.problem import Keywords, Problem
-from mcore_entropy.parallel import TensorParallelGroup, TpGroup
+from mcore_entropy.parallel import GroupArgument, TensorParallelGroup
 from mcore_entropy.statistics import LogitTransform, statistics_dtype
 
 
@@ -44,7 +44,7 @@ class LinearOptions:
 
     transform: LogitTransform | None = None
     sequence_parallel: bool = False
-    tp_group: TpGroup = None
+    tp_group: GroupArgument = None
     accumulate_into_main_grad: bool = False
     autocast_dtype: torch.dtype | None = None
     trained: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy.execution import Execution
@@ -26,7 +27,7 @@ from mcore_entropy.functional.chunked import TokenResults
 from mcore_entropy.functional.logits_passes import LogitsForward, backward_logits, forward_logits
 from mcore_entropy.functional.ops.logits import logits_entropy_op, logits_statistics_op
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import TensorParallelGroup, TpGroup
+from mcore_entropy.parallel import GroupArgument, TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics, Wanted
 
 
@@ -51,7 +52,7 @@ class VocabParallelEntropy(torch.autograd.Function):
         temperature: float | Tensor = 1.0,
         vocab_size: int | None = None,
         vocab_start_index: int | None = None,
-        tp_group: TpGroup = None,
+        tp_group: GroupArgument = None,
         chunk_size: int | None = None,
         execution: Execution | None = None,
     ) -> Tensor:
@@ -77,7 +78,7 @@ class _VocabParallelLogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, vocab_parallel_logits: Tensor, tp_group: TpGroup, keywords: Keywords
+        ctx: Any, vocab_parallel_logits: Tensor, tp_group: GroupArgument, keywords: Keywords
     ) -> tuple[Tensor | None, ...]:
         results = _forward(ctx, vocab_parallel_logits, tp_group, keywords)
         return outputs_of(ctx, ctx.problem, results)
@@ -102,7 +103,7 @@ def vocab_parallel_entropy(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
-    tp_group: TpGroup = None,
+    tp_group: dist.ProcessGroup | None = None,
     execution: Execution | None = None,
 ) -> Tensor:
     """Entropy of every token's next-token distribution, exact in value and gradient.
@@ -118,8 +119,7 @@ def vocab_parallel_entropy(
         vocab_start_index: global index of this rank's first column, for uneven shards (which need
             vocab_size too); None means equal shards.
         tp_group: the group the vocabulary is sharded over. None means Megatron's tensor-parallel group where
-            `megatron.core.parallel_state` is initialised, otherwise an unsharded vocabulary, on which
-            `mcore_entropy.parallel.UNSHARDED` insists.
+            `megatron.core.parallel_state` is initialised, otherwise an unsharded vocabulary.
         execution: how to compute it; None for the defaults.
 
     Returns:
@@ -130,7 +130,7 @@ def vocab_parallel_entropy(
 
     Collectives and what is saved for backward: see `VocabParallelEntropy`, with all tokens as one chunk.
     """
-    return _entropy(
+    return entropy_of_logits(
         vocab_parallel_logits, mask, temperature, vocab_size, vocab_start_index, tp_group, None, execution
     )
 
@@ -143,7 +143,7 @@ def vocab_parallel_entropy_with_chunking(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
-    tp_group: TpGroup = None,
+    tp_group: dist.ProcessGroup | None = None,
     execution: Execution | None = None,
 ) -> Tensor:
     """`vocab_parallel_entropy` with at most chunk_size tokens in one reduction over the group.
@@ -151,7 +151,7 @@ def vocab_parallel_entropy_with_chunking(
     The token axis is cut whatever the layout, inside one autograd Function, so that nothing is kept per chunk
     in training either. The other arguments, the result and the errors are those of `vocab_parallel_entropy`.
     """
-    return _entropy(
+    return entropy_of_logits(
         vocab_parallel_logits,
         mask,
         temperature,
@@ -173,7 +173,7 @@ def vocab_parallel_log_probs_and_entropy(
     vocab_size: int | None = None,
     vocab_start_index: int | None = None,
     chunk_size: int | None = None,
-    tp_group: TpGroup = None,
+    tp_group: dist.ProcessGroup | None = None,
     entropy: bool = True,
     metrics: tuple[str, ...] = (),
     execution: Execution | None = None,
@@ -218,23 +218,30 @@ def vocab_parallel_log_probs_and_entropy(
         execution=execution,
         wanted=wanted,
     )
+    return statistics_of_logits(vocab_parallel_logits, tp_group, keywords)
+
+
+def statistics_of_logits(
+    vocab_parallel_logits: Tensor, tp_group: GroupArgument, keywords: Keywords
+) -> TokenStatistics:
+    """`vocab_parallel_log_probs_and_entropy` for callers inside the package, which may name a single rank."""
     if torch.compiler.is_compiling():
         return logits_statistics_op(vocab_parallel_logits, tp_group, keywords)
-    return named_outputs(
-        wanted.metrics, _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
-    )
+    outputs = _VocabParallelLogProbsAndEntropy.apply(vocab_parallel_logits, tp_group, keywords)
+    return named_outputs(keywords.wanted.metrics, outputs)
 
 
-def _entropy(
+def entropy_of_logits(
     vocab_parallel_logits: Tensor,
     mask: Tensor | None,
     temperature: float | Tensor,
     vocab_size: int | None,
     vocab_start_index: int | None,
-    tp_group: TpGroup,
+    tp_group: GroupArgument,
     chunk_size: int | None,
     execution: Execution | None,
 ) -> Tensor:
+    """`vocab_parallel_entropy`, in one chunk for None, for callers inside the package, as above."""
     if torch.compiler.is_compiling():
         keywords = _entropy_keywords(mask, temperature, vocab_size, vocab_start_index, chunk_size, execution)
         return logits_entropy_op(vocab_parallel_logits, tp_group, keywords)
@@ -270,7 +277,7 @@ def _entropy_keywords(
     )
 
 
-def _forward(ctx: Any, logits: Tensor, tp_group: TpGroup, keywords: Keywords) -> TokenResults:
+def _forward(ctx: Any, logits: Tensor, tp_group: GroupArgument, keywords: Keywords) -> TokenResults:
     forward = forward_logits(logits, TensorParallelGroup.resolve(tp_group), keywords)
     save_for_backward(ctx, (logits,), forward.problem, forward.tokens, forward.results)
     return forward.results

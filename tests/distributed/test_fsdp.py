@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -23,12 +24,15 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'mcore-entropy[hf]'")
 
 
 import mcore_entropy as me
+from mcore_entropy.adapters.dtensor import parallelize_lm_head
 from mcore_entropy.adapters.fsdp import wrap_fsdp1, wrap_fsdp2
 from mcore_entropy.adapters.huggingface import swap_lm_head
 from tests.adapters.test_architectures import COEFFICIENT, dense
@@ -54,9 +58,9 @@ def labels_of(ids: Tensor) -> Tensor:
     return labels
 
 
-def local_loss(model: Any, micro_batch: int, **keywords: Any) -> Tensor:
-    ids = IDS[micro_batch, dist.get_rank()]
-    return model(input_ids=ids, labels=labels_of(ids), use_cache=False, **keywords).loss
+def local_loss(model: Any, micro_batch: int, data_rank: int | None = None) -> Tensor:
+    ids = IDS[micro_batch, dist.get_rank() if data_rank is None else data_rank]
+    return model(input_ids=ids, labels=labels_of(ids), use_cache=False).loss
 
 
 @contextlib.contextmanager
@@ -70,12 +74,12 @@ def without_sync(model: Any) -> Iterator[None]:
             yield
 
 
-def accumulate(model: Any, **keywords: Any) -> None:
+def accumulate(model: Any, data_rank: int | None = None) -> None:
     """Gradients of all micro-batches, reduced with the last one's."""
     for micro_batch in range(MICRO_BATCHES - 1):
         with without_sync(model):
-            (local_loss(model, micro_batch, **keywords) / MICRO_BATCHES).backward()
-    (local_loss(model, MICRO_BATCHES - 1, **keywords) / MICRO_BATCHES).backward()
+            (local_loss(model, micro_batch, data_rank) / MICRO_BATCHES).backward()
+    (local_loss(model, MICRO_BATCHES - 1, data_rank) / MICRO_BATCHES).backward()
 
 
 def full_gradients(model: Any) -> dict[str, Tensor]:
@@ -85,7 +89,9 @@ def full_gradients(model: Any) -> dict[str, Tensor]:
     found = {}
     with whole:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and parameter.requires_grad:  # FSDP1 gives frozen ones a gradient of 0
+            if (
+                parameter.grad is not None and parameter.requires_grad
+            ):  # FSDP1 gives frozen ones a gradient of 0
                 gradient = parameter.grad
                 name = name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
                 found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
@@ -296,3 +302,51 @@ def swapped_after_wrapping(kind: str) -> None:
 def test_swap_comes_first(kind: str) -> None:
     with pytest.raises(ValueError, match=r"swap (the head )?first"):
         run_ranks(1, swapped_after_wrapping, kind)
+
+
+# --------------------------------------------------------------------------- tensor parallelism beside it
+
+
+def tensor_parallel_error(tied: bool) -> tuple[float, float]:
+    """dp 2 × tp 2: the largest error of the gradients, and of the logits without labels."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    stock = tiny_model("Gemma2ForCausalLM", tie_word_embeddings=tied)
+    expected = truth(stock)
+    model = copy.deepcopy(stock)
+    swap_lm_head(model, CONFIG)
+    parallelize_lm_head(model.lm_head, mesh["tp"], model=model)
+    wrap_fsdp2(model, mesh=mesh["dp"])
+    data_rank = mesh["dp"].get_local_rank()
+    accumulate(model, data_rank=data_rank)
+    ids = IDS[0, data_rank]
+    logits = float((model(input_ids=ids).logits - stock(input_ids=ids).logits).abs().max())
+    return largest_error(full_gradients(model), expected), logits
+
+
+def test_fsdp2_and_tensor_parallelism() -> None:
+    """V = 97 over two ranks: uneven shards. The head is column-parallel, the layers are not."""
+    for gradient, logits in run_ranks(4, tensor_parallel_error, False):
+        assert gradient < 2e-6
+        assert logits < 1e-5
+
+
+def test_a_tied_head_is_not_sharded_alone() -> None:
+    with pytest.raises(ValueError, match="head: expected a weight of its own"):
+        run_ranks(4, tensor_parallel_error, True)
+
+
+def foreign_tensor_parallelism(swap_first: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tiny_model("LlamaForCausalLM")
+    if swap_first:
+        swap_lm_head(model, CONFIG)
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
+    if not swap_first:
+        swap_lm_head(model, CONFIG)
+    model(input_ids=IDS[0, 0], labels=IDS[0, 0])
+
+
+@pytest.mark.parametrize(("swap_first", "error"), [(True, RuntimeError), (False, ValueError)])
+def test_torchs_own_tensor_parallelism_of_the_head(swap_first: bool, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"parallelize_module .*parallelize_lm_head"):
+        run_ranks(2, foreign_tensor_parallelism, swap_first)

@@ -19,7 +19,7 @@ from mcore_entropy.functional.arguments import TokenArguments, checked_execution
 from mcore_entropy.functional.autograd import own_output
 from mcore_entropy.functional.chunked import TokenResults
 from mcore_entropy.functional.problem import Keywords, Problem
-from mcore_entropy.parallel import TensorParallelGroup, TpGroup
+from mcore_entropy.parallel import GroupArgument, TensorParallelGroup
 from mcore_entropy.statistics import Normalizer, Wanted
 
 # A CUDA graph cannot hold the host sync that leaving rows out costs. Older torch has no such tag.
@@ -90,7 +90,7 @@ CALL_SCHEMA = (
 )
 
 
-def call_of(tp_group: TpGroup, keywords: Keywords) -> Call:
+def call_of(tp_group: GroupArgument, keywords: Keywords) -> Call:
     """A call's keywords as arguments of an op; dynamo traces this."""
     execution = checked_execution(keywords.execution)
     temperature = keywords.temperature

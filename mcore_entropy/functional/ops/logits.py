@@ -31,11 +31,11 @@ from mcore_entropy.functional.ops.call import (
     save_call,
 )
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import TpGroup
+from mcore_entropy.parallel import GroupArgument
 from mcore_entropy.statistics import TokenStatistics, statistics_dtype
 
 
-def logits_entropy_op(logits: Tensor, tp_group: TpGroup, keywords: Keywords) -> Tensor:
+def logits_entropy_op(logits: Tensor, tp_group: GroupArgument, keywords: Keywords) -> Tensor:
     """Entropy [*] of logits [*, V/tp] through the op; dynamo traces this."""
     call = call_of(tp_group, keywords)
     _, entropy, _ = results_of(call, logits_forward(logits, *call))
@@ -43,7 +43,7 @@ def logits_entropy_op(logits: Tensor, tp_group: TpGroup, keywords: Keywords) -> 
     return entropy
 
 
-def logits_statistics_op(logits: Tensor, tp_group: TpGroup, keywords: Keywords) -> TokenStatistics:
+def logits_statistics_op(logits: Tensor, tp_group: GroupArgument, keywords: Keywords) -> TokenStatistics:
     """Statistics [*] of logits [*, V/tp] through the op; dynamo traces this."""
     call = call_of(tp_group, keywords)
     log_probs, entropy, metrics = results_of(call, logits_forward(logits, *call))
