@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/fsdp_llama.py --parallel fsdp2
 
-The order is: make the model, swap_lm_head, wrap it (FSDP2, FSDP1 or DDP), make the optimizer. Called with labels,
-the model then gives the log-probability and the entropy of every token and never has logits. Runs on GPUs
-(NCCL) where there is one for each process, otherwise on CPUs (gloo); without torchrun, on one process.
+The order is: make the model, swap_lm_head, wrap it (FSDP2, FSDP1 or DDP), make the optimizer. Called with
+labels, the model then gives the log-probability and the entropy of every token and never has logits. Runs on
+GPUs (NCCL) where there is one for each process, otherwise on CPUs (gloo); without torchrun, on one process.
 
 An iteration's sequences are shared out among the ranks, and each rank takes its share in micro-batches, which
 go to the device one at a time. The loss is a mean over the tokens of all of them, on all ranks.
@@ -45,7 +45,7 @@ def parse_arguments(world: World) -> argparse.Namespace:
         nargs="?",
         const=10,
         metavar="K",
-        help="at the first and every K-th iteration (10) compute loss and entropy from the model's logits too, "
+        help="at the first and every K-th iteration (10) compute loss and entropy from the stock logits too, "
         "print how far they differ, and exit with 1 if it is more than rounding",
     )
     group = parser.add_argument_group("data")

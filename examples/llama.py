@@ -1,4 +1,4 @@
-"""A small Hugging Face Llama: the model, its data parallelism by three means, its optimizer, its checkpoint."""
+"""A small Hugging Face Llama: the model, its data parallelism three ways, its optimizer, its checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_model(args: argparse.Namespace, world: World) -> LlamaForCausalLM:
 
 
 def wrap(model: LlamaForCausalLM, args: argparse.Namespace) -> nn.Module:
-    """Data parallelism over all ranks. With --bf16, FSDP gathers weights in bf16, and adds gradients in fp32."""
+    """Data parallelism over all ranks. With --bf16 FSDP gathers weights in bf16, adds gradients in fp32."""
     half, full = torch.bfloat16, torch.float32
     if args.parallel == "fsdp2":
         return fully_shard_model(
@@ -72,7 +72,7 @@ def precision(args: argparse.Namespace, world: World) -> AbstractContextManager[
 
 @contextmanager
 def gradient_accumulation(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around a micro-batch's forward and backward: the ranks' gradients are reduced with the last one alone."""
+    """Around a micro-batch's forward and backward: gradients go over the ranks with the last one alone."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -117,8 +117,10 @@ def share_of_lr(args: argparse.Namespace) -> Callable[[int], float]:
 def save_checkpoint(model: nn.Module, text: Corpus, world: World, args: argparse.Namespace) -> Path:
     """SAVE/checkpoint/ as transformers writes it; whole weights in fp32, whatever wraps the model."""
     folder: Path = args.save / "checkpoint"
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)  # on all ranks; rank 0 has the result
+    # On all ranks, as they gather. From a GPU the weights go to the CPU one by one, of rank 0 alone. Those of
+    # FSDP1 that lie on the CPU are lost by being sent there: github.com/pytorch/pytorch/issues/188989
+    options = StateDictOptions(full_state_dict=True, cpu_offload=world.device.type != "cpu")
+    state = get_model_state_dict(model, options=options)
     if world.rank == 0:
         transformers.utils.logging.disable_progress_bar()
         with torch.device("meta"):  # no memory: the gathered weights are put in place of its own

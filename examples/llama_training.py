@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import llama
 import report
@@ -41,10 +41,18 @@ def counted_tokens(labels: Tensor) -> int:
 
 
 def labels_of(input_ids: Tensor) -> Tensor:
-    """The tokens themselves, as the model shifts them; nothing tells how the document after this one starts."""
+    """The tokens themselves, as the model shifts them; but nothing tells how the next document starts."""
     labels = input_ids.clone()
     labels[:, 1:][input_ids[:, :-1] == END_OF_TEXT_ID] = IGNORED
     return labels
+
+
+class Means(NamedTuple):
+    """One iteration over all ranks: means of loss and entropy, in nats, over so many tokens."""
+
+    loss: float
+    entropy: float
+    tokens: int
 
 
 class Trainer:
@@ -60,10 +68,8 @@ class Trainer:
         self.largest_difference = {"loss": 0.0, "entropy": 0.0}
         self.comparisons = 0
 
-    def compute_gradients(
-        self, micro_batches: Sequence[Tensor], *, compare: bool
-    ) -> tuple[float, float, int]:
-        """Leaves in .grad those of the mean over all ranks' tokens; returns that of loss and entropy, and how many.
+    def compute_gradients(self, micro_batches: Sequence[Tensor], *, compare: bool) -> Means:
+        """Leaves in .grad those of the mean loss over all ranks' tokens.
 
         `micro_batches` [b, s + 1] lie on the CPU, and each goes to the device when its turn comes.
         """
@@ -82,14 +88,14 @@ class Trainer:
                 # The mask is in the labels' places; a masked token's statistics are 0 and cost nothing.
                 with llama.precision(self.args, self.world), self.handle.request(mask=labels != IGNORED):
                     output = self.model(input_ids=input_ids, labels=labels, num_items_in_batch=num_items)
-                # FSDP and DDP give the mean of the ranks' gradients, and the loss is a share of a sum over them.
+                # FSDP and DDP take the mean of the ranks' gradients; wanted is their sum.
                 (output.loss * self.world.size).backward()
             ours += torch.stack([-output.log_probs.detach().sum(), output.entropy.detach().sum()])
         if compare:
             self.compare(ours, stock)
         dist.all_reduce(ours)
         loss, entropy = (ours / num_items).tolist()
-        return loss, entropy, int(tokens)
+        return Means(loss, entropy, int(tokens))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.world.device, non_blocking=True)
@@ -120,7 +126,7 @@ class Trainer:
     def verdict(self) -> str:
         loss, entropy = (f"{name} within {value:.1e}" for name, value in self.largest_difference.items())
         return (
-            f"Entropy-aware against stock head, {self.comparisons} iterations: {loss} of its value on any rank, "
+            f"Entropy-aware against stock head, {self.comparisons} iterations: on any rank {loss} of its value, "
             f"{entropy} (allowed: {TOLERANCE[self.args.bf16]:.0e}). {'PASSED' if self.agrees() else 'FAILED'}"
         )
 
@@ -148,19 +154,19 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
         start = time.perf_counter()
         compare = bool(args.compare_stock) and (iteration == 1 or iteration % args.compare_stock == 0)
         optimizer.zero_grad()
-        loss, entropy, tokens = trainer.compute_gradients(micro_batches(rows, args, world), compare=compare)
+        means = trainer.compute_gradients(micro_batches(rows, args, world), compare=compare)
         llama.clip_gradients(model, args.clip_grad)
         [learning_rate] = scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
 
         seconds = time.perf_counter() - start
-        steps.append(report.Step(iteration, loss, entropy, learning_rate, tokens, seconds))
-        progress.set_postfix_str(f"loss {loss:.3f}, entropy {entropy:.3f} nats", refresh=False)
+        steps.append(report.Step(iteration, means.loss, means.entropy, learning_rate, means.tokens, seconds))
+        progress.set_postfix_str(f"loss {means.loss:.3f}, entropy {means.entropy:.3f} nats", refresh=False)
         if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, args.train_iters)):
             world.say(
                 f"iteration {iteration:{len(str(args.train_iters))}}/{args.train_iters} | "
-                f"loss {loss:.4f} | entropy {entropy:.4f} nats"
+                f"loss {means.loss:.4f} | entropy {means.entropy:.4f} nats"
             )
     progress.close()
 
@@ -184,7 +190,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
 
 def micro_batches(rows: Tensor, args: argparse.Namespace, world: World) -> list[Tensor]:
     """This rank's share of a global batch [*, s + 1], on the CPU, and pinned where it is to go to a GPU."""
-    shares: Any = rows.view(-1, world.size, args.micro_batch_size, rows.size(1))[:, world.rank]
+    shares = rows.view(-1, world.size, args.micro_batch_size, rows.size(1))[:, world.rank]
     return list((shares.pin_memory() if world.device.type == "cuda" else shares).unbind())
 
 
