@@ -5,6 +5,7 @@ Without `--data` the text is the Python standard library's own sources: every ma
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from launch import UserMistake
+from launch import UserMistake, World
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # special tokens come first
@@ -50,6 +51,26 @@ class Corpus:
                 order = torch.cat([order, torch.randperm(windows, generator=generator)])
             chosen, order = order[:batch_size], order[batch_size:]
             yield self.tokens[chosen[:, None] * seq_length + offsets].long()
+
+
+def load_for_all(args: argparse.Namespace, world: World) -> Corpus:
+    """Rank 0 reads and tokenizes, and the others are sent the tokens: no file system has to be shared."""
+
+    def read() -> Corpus:
+        try:
+            args.save.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserMistake(f"--save: cannot make the folder {args.save}: {error.strerror}.") from None
+        text = load(args.data, vocab_size=args.vocab_size, max_mib=args.max_data_mib, cache=args.cache_dir)
+        windows = text.windows(args.seq_length)
+        if windows < args.global_batch_size:
+            raise UserMistake(
+                f"the text is too short: {len(text.tokens):,} tokens are {windows} sample(s) of "
+                f"--seq-length {args.seq_length}, and one iteration takes {args.global_batch_size}."
+            )
+        return text
+
+    return world.from_rank_zero(read)
 
 
 def load(files: Sequence[str] | None, *, vocab_size: int, max_mib: float, cache: Path) -> Corpus:

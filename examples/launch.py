@@ -13,9 +13,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -55,6 +56,14 @@ class World:
         if self.rank == 0:
             print(*lines, sep="\n", flush=True)
 
+    def where(self) -> str:
+        """What the processes run on, and how they speak to each other."""
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)}, NCCL"
+        if torch.cuda.is_available():
+            return f"CPU, gloo ({torch.cuda.device_count()} GPU(s) are too few for a process each)"
+        return "CPU, gloo"
+
     def meet(self) -> None:
         """A barrier over gloo: it works before any GPU is touched."""
         dist.all_reduce(torch.zeros(1))
@@ -86,14 +95,15 @@ def choose_device() -> torch.device:
 
 
 @contextmanager
-def world() -> Iterator[World]:
+def world(*, for_megatron: bool = True) -> Iterator[World]:
     """The default process group: gloo for CPU tensors and, where there are GPUs, NCCL for theirs."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it, for overlap
+    if for_megatron:  # it wants one queue, for its overlap; FSDP's needs several
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
-    else:  # plain `python pretrain_gpt.py`
+    else:  # plain `python`, one process
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
@@ -117,9 +127,19 @@ def megatron(world: World, tensor_model_parallel_size: int, seed: int) -> Iterat
             parallel_state.destroy_model_parallel()
 
 
-def run(program: Callable[[World], int]) -> NoReturn:
+def check_packages(packages: Mapping[str, str]) -> None:
+    """Raises `UserMistake` unless these modules, the keys, can be imported; the values install them."""
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    if missing:
+        raise UserMistake(
+            f"missing from the environment {sys.prefix}: {' '.join(missing)} "
+            "(all of it: pip install -e '.[demo]' in the checkout of mcore_entropy)."
+        )
+
+
+def run(program: Callable[[World], int], *, for_megatron: bool = True) -> NoReturn:
     """Runs `program` on every rank and exits with what it returns, or with 2 after a mistake."""
-    with world() as here:
+    with world(for_megatron=for_megatron) as here:
         try:
             code = program(here)
         except UserMistake as mistake:

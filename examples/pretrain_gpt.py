@@ -17,8 +17,6 @@ of the same shape loads with or without the entropy-aware head.
 from __future__ import annotations
 
 import argparse
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import corpus
@@ -112,38 +110,10 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
         )
 
 
-def load_corpus(args: argparse.Namespace, world: World) -> corpus.Corpus:
-    """Rank 0 reads and tokenizes, and the others are sent the tokens: no file system has to be shared."""
-
-    def read() -> corpus.Corpus:
-        try:
-            args.save.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserMistake(f"--save: cannot make the folder {args.save}: {error.strerror}.") from None
-        text = corpus.load(
-            args.data, vocab_size=args.vocab_size, max_mib=args.max_data_mib, cache=args.cache_dir
-        )
-        windows = text.windows(args.seq_length)
-        if windows < args.global_batch_size:
-            raise UserMistake(
-                f"the text is too short: {len(text.tokens):,} tokens are {windows} sample(s) of "
-                f"--seq-length {args.seq_length}, and one iteration takes {args.global_batch_size}."
-            )
-        return text
-
-    return world.from_rank_zero(read)
-
-
 def main(world: World) -> int:
     args = parse_arguments(world)
-    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
-    if missing:
-        packages = " ".join(missing)
-        raise UserMistake(
-            f"missing from the environment {sys.prefix}: {packages} "
-            "(all of it: pip install -e '.[demo]' in the checkout of mcore_entropy)."
-        )
-    text = load_corpus(args, world)
+    launch.check_packages(PACKAGES)
+    text = corpus.load_for_all(args, world)
 
     from training import train  # Megatron takes seconds to import: after the checks
 

@@ -142,13 +142,9 @@ def rows_of_this_rank(rows: torch.Tensor, args: argparse.Namespace) -> torch.Ten
 
 
 def describe(args: argparse.Namespace, world: World, parameters: int) -> list[str]:
-    device = world.device
-    where = f"{torch.cuda.get_device_name(device)}, NCCL" if device.type == "cuda" else "CPU, gloo"
-    if device.type == "cpu" and torch.cuda.is_available():
-        where += f" ({torch.cuda.device_count()} GPU(s) are too few for a process each)"
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {megatron_version}; "
-        f"{where}; {parallelism(args)}",
+        f"{world.where()}; {parallelism(args)}",
         f"GPT: {args.num_layers} layers, hidden {args.hidden_size}, vocabulary {args.vocab_size:,} "
         f"({args.vocab_size // args.tensor_model_parallel_size:,} a rank), {parameters:,} parameters in "
         f"{'bf16' if args.bf16 else 'fp32'}; {args.train_iters} iterations of "

@@ -1,0 +1,218 @@
+"""The training loop of a wrapped Hugging Face model: micro-batches, global means, and what is logged.
+
+b sequences of a micro-batch, s tokens of each; a sequence has one token more than it has predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import llama
+import report
+import torch
+import torch.distributed as dist
+import transformers
+from corpus import END_OF_TEXT_ID, Corpus
+from launch import World
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mcore_entropy import EntropyConfig
+from mcore_entropy.adapters.huggingface import swap_lm_head
+from mcore_entropy.swap_handle import SwapHandle
+
+# The largest difference of loss and of entropy that --compare-stock allows, as a share of their value.
+# fp32: both add up V exponentials and H products, in orders of their own; a sum of n terms is off by about
+#   eps * sqrt(n), 6e-8 * 64 for V = 4096.
+# bf16: the stock head rounds each logit by up to 2^-9 of it; the mean over tokens evens most of that out.
+# A wrong mask, label or scale makes a difference of order 1.
+TOLERANCE = {False: 1e-5, True: 1e-3}  # by --bf16
+IGNORED = -100
+
+
+def counted_tokens(labels: Tensor) -> int:
+    """How many predictions a loss is made of: label t + 1 is predicted at t, the first one nowhere."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def labels_of(input_ids: Tensor) -> Tensor:
+    """The tokens themselves, as the model shifts them; but nothing tells how the next document starts."""
+    labels = input_ids.clone()
+    labels[:, 1:][input_ids[:, :-1] == END_OF_TEXT_ID] = IGNORED
+    return labels
+
+
+class Means(NamedTuple):
+    """One iteration over all ranks: means of loss and entropy, in nats, over so many tokens."""
+
+    loss: float
+    entropy: float
+    tokens: int
+
+
+class Trainer:
+    """A swapped and wrapped model, and how its gradients are computed."""
+
+    def __init__(self, args: argparse.Namespace, world: World) -> None:
+        self.args, self.world = args, world
+        model = llama.build_model(args, world)
+        self.parameters = model.num_parameters()
+        config = EntropyConfig(chunk_size=args.chunk_size, entropy_coeff=args.entropy_coeff)
+        self.handle: SwapHandle = swap_lm_head(model, config)  # before anything wraps the model
+        self.model: nn.Module = llama.wrap(model, args)
+        self.largest_difference = {"loss": 0.0, "entropy": 0.0}
+        self.comparisons = 0
+
+    def compute_gradients(self, micro_batches: Sequence[Tensor], *, compare: bool) -> Means:
+        """Leaves in .grad those of the mean loss over all ranks' tokens.
+
+        `micro_batches` [b, s + 1] lie on the CPU, and each goes to the device when its turn comes.
+        """
+        labels_of_all = [labels_of(input_ids) for input_ids in micro_batches]
+        tokens = torch.tensor(sum(map(counted_tokens, labels_of_all)))
+        dist.all_reduce(tokens)  # every rank divides by the tokens of all
+        num_items = max(int(tokens), 1)
+        ours = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        stock = torch.zeros_like(ours)
+        for i, (input_ids, labels) in enumerate(zip(micro_batches, labels_of_all, strict=True), start=1):
+            input_ids = self.to_device(input_ids)
+            labels = self.to_device(labels)
+            if compare:
+                stock += self.stock_sums(input_ids, labels)
+            with llama.gradient_accumulation(self.model, last=i == len(micro_batches)):
+                # The mask is in the labels' places; a masked token's statistics are 0 and cost nothing.
+                with llama.precision(self.args, self.world), self.handle.request(mask=labels != IGNORED):
+                    output = self.model(input_ids=input_ids, labels=labels, num_items_in_batch=num_items)
+                # FSDP and DDP take the mean of the ranks' gradients; wanted is their sum.
+                (output.loss * self.world.size).backward()
+            ours += torch.stack([-output.log_probs.detach().sum(), output.entropy.detach().sum()])
+        if compare:
+            self.compare(ours, stock)
+        dist.all_reduce(ours)
+        loss, entropy = (ours / num_items).tolist()
+        return Means(loss, entropy, int(tokens))
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.world.device, non_blocking=True)
+
+    @torch.no_grad()
+    def stock_sums(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Sums of loss and entropy the plain way: without labels the swapped model gives the stock logits."""
+        with llama.precision(self.args, self.world):
+            logits = self.model(input_ids=input_ids).logits
+        log_p = logits[:, :-1].float().log_softmax(-1)
+        targets = labels[:, 1:]
+        counted = targets != IGNORED
+        loss = -log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return torch.stack([loss[counted].sum(), entropy[counted].sum()]).double()
+
+    def compare(self, ours: Tensor, stock: Tensor) -> None:
+        """Keeps the largest difference on any rank, of its own tokens. A NaN counts as infinite."""
+        share = ((ours - stock).abs() / stock).nan_to_num(nan=math.inf).cpu()
+        dist.all_reduce(share, op=dist.ReduceOp.MAX)
+        self.comparisons += 1
+        for name, value in zip(self.largest_difference, share.tolist(), strict=True):
+            self.largest_difference[name] = max(self.largest_difference[name], value)
+
+    def agrees(self) -> bool:
+        return all(value <= TOLERANCE[self.args.bf16] for value in self.largest_difference.values())
+
+    def verdict(self) -> str:
+        loss, entropy = (f"{name} within {value:.1e}" for name, value in self.largest_difference.items())
+        return (
+            f"Entropy-aware against stock head, {self.comparisons} iterations: on any rank {loss} of its value, "
+            f"{entropy} (allowed: {TOLERANCE[self.args.bf16]:.0e}). {'PASSED' if self.agrees() else 'FAILED'}"
+        )
+
+
+def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
+    """Trains, fills the folder --save, and returns the exit code: 1 where --compare-stock fails."""
+    trainer = Trainer(args, world)
+    model = trainer.model
+    optimizer, scheduler = llama.build_optimizer(args, model)  # of the parameters that the wrapper made
+    world.say(*describe(args, world, trainer.parameters), f"Text: {text.summary}")
+
+    steps: list[report.Step] = []
+    progress = tqdm(
+        text.batches(
+            seq_length=args.seq_length,
+            batch_size=args.global_batch_size,
+            seed=args.seed,
+            iterations=args.train_iters,
+        ),
+        total=args.train_iters,
+        unit="step",
+        disable=None if world.rank == 0 else True,  # None: shown on a terminal, log lines elsewhere
+    )
+    for iteration, rows in enumerate(progress, start=1):
+        start = time.perf_counter()
+        compare = bool(args.compare_stock) and (iteration == 1 or iteration % args.compare_stock == 0)
+        optimizer.zero_grad()
+        means = trainer.compute_gradients(micro_batches(rows, args, world), compare=compare)
+        llama.clip_gradients(model, args.clip_grad)
+        [learning_rate] = scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+
+        seconds = time.perf_counter() - start
+        steps.append(report.Step(iteration, means.loss, means.entropy, learning_rate, means.tokens, seconds))
+        progress.set_postfix_str(f"loss {means.loss:.3f}, entropy {means.entropy:.3f} nats", refresh=False)
+        if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, args.train_iters)):
+            world.say(
+                f"iteration {iteration:{len(str(args.train_iters))}}/{args.train_iters} | "
+                f"loss {means.loss:.4f} | entropy {means.entropy:.4f} nats"
+            )
+    progress.close()
+
+    if world.rank == 0:
+        report.write_json_lines(steps, args.save / "metrics.jsonl")
+        report.plot(steps, args.save / "plot.png", vocab_size=args.vocab_size, title=plot_title(args, world))
+    checkpoint = llama.save_checkpoint(model, text, world, args)
+    if args.compare_stock:
+        world.say(trainer.verdict())
+    last = steps[-10:]
+    loss, entropy = (math.fsum(getattr(s, name) for s in last) / len(last) for name in ("loss", "entropy"))
+    world.say(
+        f"Loss {steps[0].loss:.2f} -> {loss:.2f}, entropy {steps[0].entropy:.2f} -> {entropy:.2f} nats a "
+        f"token (last {len(last)} iterations); ln V = {math.log(args.vocab_size):.2f}.",
+        f"Plot: {args.save / 'plot.png'} (both curves start at ln V, every token equally likely, and fall); "
+        f"numbers: {args.save / 'metrics.jsonl'}",
+        f"Checkpoint, model and tokenizer: LlamaForCausalLM.from_pretrained({str(checkpoint)!r})",
+    )
+    return 0 if trainer.agrees() else 1
+
+
+def micro_batches(rows: Tensor, args: argparse.Namespace, world: World) -> list[Tensor]:
+    """This rank's share of a global batch [*, s + 1], on the CPU, and pinned where it is to go to a GPU."""
+    shares = rows.view(-1, world.size, args.micro_batch_size, rows.size(1))[:, world.rank]
+    return list((shares.pin_memory() if world.device.type == "cuda" else shares).unbind())
+
+
+def describe(args: argparse.Namespace, world: World, parameters: int) -> list[str]:
+    return [
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}; {world.where()}; {parallelism(args, world)}",
+        f"Llama: {args.num_layers} layers, hidden {args.hidden_size}, vocabulary {args.vocab_size:,}, "
+        f"{parameters:,} parameters; {args.train_iters} iterations of "
+        f"{args.global_batch_size} x {args.seq_length} tokens",
+    ]
+
+
+def plot_title(args: argparse.Namespace, world: World) -> str:
+    bonus = f", entropy coefficient {args.entropy_coeff:g}" if args.entropy_coeff else ""
+    return f"Llama of {args.num_layers} layers, hidden {args.hidden_size}; {parallelism(args, world)}{bonus}"
+
+
+def parallelism(args: argparse.Namespace, world: World) -> str:
+    accumulated = args.global_batch_size // (args.micro_batch_size * world.size)
+    precision = "bf16" if args.bf16 else "fp32"
+    return (
+        f"{args.parallel.upper()} on {world.size} rank{'s' * (world.size > 1)}, {precision}, "
+        f"{accumulated} micro-batch{'es' * (accumulated > 1)} an iteration"
+    )
