@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mcore_entropy.adapters.fsdp import fsdp1_model, fully_shard_model
+from mcore_entropy.adapters.fsdp import wrap_fsdp1, wrap_fsdp2
 
 
 def llama_config(args: argparse.Namespace) -> LlamaConfig:
@@ -53,11 +53,11 @@ def wrap(model: LlamaForCausalLM, args: argparse.Namespace) -> nn.Module:
     """Data parallelism over all ranks. With --bf16 FSDP gathers weights in bf16, adds gradients in fp32."""
     half, full = torch.bfloat16, torch.float32
     if args.parallel == "fsdp2":
-        return fully_shard_model(
+        return wrap_fsdp2(
             model, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full) if args.bf16 else None
         )
     if args.parallel == "fsdp1":
-        return fsdp1_model(
+        return wrap_fsdp1(
             model, mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=full) if args.bf16 else None
         )
     return DistributedDataParallel(model)

@@ -97,6 +97,8 @@ def wrap_fsdp1(
         ValueError: no decoder layers were found.
     """
     units = Units.of(model, layer_classes)
+    if not torch.accelerator.is_available():
+        fsdp.setdefault("device_id", torch.device("cpu"))  # without it FSDP1 insists on an accelerator
     own = {*units.layers, *(() if units.tied or units.head is None else (units.head,))}
     return FullyShardedDataParallel(
         model,

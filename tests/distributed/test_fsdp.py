@@ -45,7 +45,7 @@ CONFIG = me.EntropyConfig(entropy_coeff=COEFFICIENT)
 
 WRAP: dict[str, Callable[..., Any]] = {
     "fsdp2": wrap_fsdp2,
-    "fsdp1": lambda model, **keywords: wrap_fsdp1(model, device_id=torch.device("cpu"), **keywords),
+    "fsdp1": wrap_fsdp1,
     "ddp": DistributedDataParallel,
 }
 every_kind = pytest.mark.parametrize("kind", WRAP)
