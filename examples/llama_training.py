@@ -127,7 +127,8 @@ class Trainer:
         loss, entropy = (f"{name} within {value:.1e}" for name, value in self.largest_difference.items())
         return (
             f"Entropy-aware against stock head, {self.comparisons} iterations: on any rank {loss} of its "
-            f"value, {entropy} (allowed: {TOLERANCE[self.args.bf16]:.0e}). {'PASSED' if self.agrees() else 'FAILED'}"
+            f"value, {entropy} (allowed: {TOLERANCE[self.args.bf16]:.0e}). "
+            f"{'PASSED' if self.agrees() else 'FAILED'}"
         )
 
 
