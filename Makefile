@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter test compat demo benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter test compat demo demo-fsdp benchmark megatron-lm format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -61,6 +61,10 @@ compat: ## the Megatron tests on every supported megatron-core: make compat ARGS
 demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
 	    examples/pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel $(ARGS)
+
+demo-fsdp: $(STAMP) ## train a Hugging Face Llama on two data-parallel ranks: make demo-fsdp ARGS='--parallel ddp'
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+	    examples/fsdp_llama.py $(ARGS)
 
 benchmark: $(STAMP) ## time and peak memory against eager
 	$(BIN)/python -m tests.benchmarks.fused_head $(ARGS)

@@ -1,0 +1,104 @@
+"""Peak memory and time of a Hugging Face model's training step, with its own head and with the swapped one.
+
+python -m tests.benchmarks.huggingface_memory        # Qwen2.5-0.5B's shapes, 16384 tokens, on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from mcore_entropy import EntropyConfig
+from mcore_entropy.adapters.huggingface import swap_lm_head
+
+
+def build(args: argparse.Namespace) -> Any:
+    config = transformers.Qwen2Config(
+        vocab_size=args.vocab_size,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=args.layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    model.train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def loss_alone(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def stock_and_entropy(model: Any, ids: Tensor) -> Tensor:
+    """What people write by hand on the model's logits."""
+    log_p = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+    log_probs = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return -log_probs.mean() - 0.01 * (-(log_p.exp() * log_p).sum(-1)).mean()
+
+
+def ours(model: Any, ids: Tensor) -> Tensor:
+    output = model(input_ids=ids, labels=ids)
+    return output.loss - 0.01 * output.entropy[:, :-1].mean()
+
+
+def measure(step: Any, model: Any, ids: Tensor, rounds: int) -> tuple[float, float, float]:
+    """Loss, peak GiB beside weights and gradients (0 on a CPU), median seconds."""
+    on_gpu = ids.device.type == "cuda"
+    step(model, ids).backward()
+    before = 0
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        loss = step(model, ids)
+        loss.backward()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    return float(loss.detach()), peak / 2**30, statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=151936)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    model = build(args)
+    ids = torch.randint(
+        0, args.vocab_size, (args.sequences, args.tokens // args.sequences), device=args.device
+    )
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}; {args}")
+    print("| head | loss | peak GiB beside weights and gradients | seconds |\n|---|---|---|---|")
+    for name, step in (("stock, loss alone", loss_alone), ("stock, log_softmax", stock_and_entropy)):
+        print("| {} | {:.4f} | {:.2f} | {:.3f} |".format(name, *measure(step, model, ids, args.rounds)))
+    swap_lm_head(model, EntropyConfig())
+    print("| swapped | {:.4f} | {:.2f} | {:.3f} |".format(*measure(ours, model, ids, args.rounds)))
+
+
+if __name__ == "__main__":
+    main()
