@@ -1,4 +1,4 @@
-"""The entropy under verl's names: right for every layout and dtype, and cheaper than its formula in training."""
+"""The entropy under verl's names: right for every layout and dtype, cheaper than its formula in training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from tests.unit.cases import compare_gradient, compare_values, leaf, make_upstre
 from tests.unit.test_memory import live_bytes
 
 OPTIONS = [
-    dict(entropy_from_logits_with_chunking=chunks, entropy_checkpointing=again, entropy_from_logits_chunk_size=7)
+    dict(
+        entropy_from_logits_with_chunking=chunks,
+        entropy_checkpointing=again,
+        entropy_from_logits_chunk_size=7,
+    )
     for chunks in (False, True)
     for again in (False, True)
-]  # fmt: skip
+]
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "plain": entropy_from_logits,
     "chunks": lambda x, **keywords: entropy_from_logits_with_chunking(x, 7, **keywords),
