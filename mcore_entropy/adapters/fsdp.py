@@ -47,8 +47,8 @@ def wrap_fsdp2(
         model: swapped already if it is to be; a Hugging Face model, or a wrapper of one (PEFT's, with a value
             head), or any module with `layer_classes`.
         mesh, mp_policy, offload_policy: as for `fully_shard`.
-        reshard_after_forward: as for `fully_shard`; True leaves the root, which has little, as torch has it:
-            gathered from its forward to its backward.
+        reshard_after_forward: as for `fully_shard`, for the root as well: by itself torch leaves a root gathered
+            after its forward, and loading a state dict after a forward alone fails.
         forward_prefetch, backward_prefetch: as for `set_prefetch`.
         layer_classes: classes of the decoder layers; None for those that a Hugging Face model names.
 
@@ -65,15 +65,15 @@ def wrap_fsdp2(
     if any(entropy_aware_heads(model)):
         _check_output_dtype(policy.output_dtype)
     options: dict[str, Any] = dict(
-        mesh=mesh, mp_policy=policy, offload_policy=offload_policy or OffloadPolicy()
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload_policy or OffloadPolicy(),
+        reshard_after_forward=reshard_after_forward,
     )
     ends = [unit for unit in (units.embedding, units.head) if unit is not None]
-    for unit in (*([ends] if units.tied else ends), *units.layers):
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-    if not reshard_after_forward:
-        options["reshard_after_forward"] = False
-    fully_shard(model, **options)
-    _prefetch_fsdp2(units, forward_prefetch, backward_prefetch)
+    for unit in (*([ends] if units.tied else ends), *units.layers, model):
+        fully_shard(unit, **options)
+    _prefetch_fsdp2(model, units, forward_prefetch, backward_prefetch)
     return model
 
 
@@ -88,8 +88,7 @@ def wrap_fsdp1(
 ) -> FullyShardedDataParallel:
     """`FullyShardedDataParallel` of each decoder layer, of embedding and head, and of the rest as the root.
 
-    A tied pair of embedding and head belongs to the root, which is gathered from its forward to the end of its
-    backward.
+    A tied pair of embedding and head belongs to the root, which stays gathered until the end of its backward.
 
     Args:
         model, layer_classes: as for `wrap_fsdp2`.
@@ -140,7 +139,7 @@ def set_prefetch(
     _check_depths(forward, backward)
     of_fsdp1 = FullyShardedDataParallel.fsdp_modules(model)
     if not of_fsdp1:
-        _prefetch_fsdp2(Units.of(model, layer_classes), forward, backward)
+        _prefetch_fsdp2(model, Units.of(model, layer_classes), forward, backward)
         return
     if max(forward, backward) > 1:
         raise ValueError(
@@ -159,11 +158,11 @@ def _check_depths(forward: int, backward: int) -> None:
             raise ValueError(f"{name}: expected a number of units, 0 or more, got {depth!r}")
 
 
-def _prefetch_fsdp2(units: Units, forward: int, backward: int) -> None:
+def _prefetch_fsdp2(model: nn.Module, units: Units, forward: int, backward: int) -> None:
     chain: list[Any] = [unit for unit in units.in_order if isinstance(unit, FSDPModule)]
     if not chain:
         raise ValueError(
-            "model: expected one wrapped by FSDP, got one whose embedding, decoder layers and head are not"
+            f"model: expected one wrapped by FSDP, got a {type(model).__name__} whose layers are not"
         )
     for place, unit in enumerate(chain):
         # A tied head is of the embedding's unit: what is set last, for the head, is what its backward begins.
