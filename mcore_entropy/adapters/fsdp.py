@@ -47,8 +47,8 @@ def wrap_fsdp2(
         model: swapped already if it is to be; a Hugging Face model, or a wrapper of one (PEFT's, with a value
             head), or any module with `layer_classes`.
         mesh, mp_policy, offload_policy: as for `fully_shard`.
-        reshard_after_forward: as for `fully_shard`, for the root as well: by itself torch leaves a root gathered
-            after its forward, and loading a state dict after a forward alone fails.
+        reshard_after_forward: as for `fully_shard`, for the root as well: by itself torch leaves a root
+            gathered after its forward, and loading a state dict after a forward alone fails.
         forward_prefetch, backward_prefetch: as for `set_prefetch`.
         layer_classes: classes of the decoder layers; None for those that a Hugging Face model names.
 
