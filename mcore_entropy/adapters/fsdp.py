@@ -6,7 +6,7 @@ module's forward; the swapped head works in its own, so it can be a unit of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from mcore_entropy.adapters.fsdp_units import Units
-from mcore_entropy.adapters.lm_head import entropy_aware_head
+from mcore_entropy.adapters.fsdp_units import Units, entropy_aware_heads
 
 
 def wrap_fsdp2(
@@ -39,14 +38,17 @@ def wrap_fsdp2(
 ) -> nn.Module:
     """`fully_shard` each decoder layer, embedding, head, and the rest as the root, in place.
 
-    Tied embedding and head are one unit. Models without a head (critics, reward models) are sharded the same
-    way. The head's backward follows its forward: ``model.lm_head.set_reshard_after_forward(False)`` saves
-    gathering it twice, but leaves it gathered, and its parameters plain tensors, after a forward alone.
+    Tied embedding and head are one unit; with a weight that a third module has too, both belong to the root.
+    Models without a head (critics, reward models) are sharded the same way. The head's backward follows its
+    forward: ``model.lm_head.set_reshard_after_forward(False)`` saves gathering it twice, but leaves it
+    gathered, and its parameters plain tensors, after a forward alone.
 
     Args:
-        model: swapped already if it is to be; a Hugging Face model, PEFT's wrapper of one, or any module with
-            `layer_classes`.
-        mesh, mp_policy, offload_policy, reshard_after_forward: as for `fully_shard`.
+        model: swapped already if it is to be; a Hugging Face model, or a wrapper of one (PEFT's, with a value
+            head), or any module with `layer_classes`.
+        mesh, mp_policy, offload_policy: as for `fully_shard`.
+        reshard_after_forward: as for `fully_shard`, for the root as well: by itself torch leaves a root
+            gathered after its forward, and loading a state dict after a forward alone fails.
         forward_prefetch, backward_prefetch: as for `set_prefetch`.
         layer_classes: classes of the decoder layers; None for those that a Hugging Face model names.
 
@@ -54,12 +56,13 @@ def wrap_fsdp2(
         The model.
 
     Raises:
-        ValueError: no decoder layers were found; or the model has an entropy-aware head and `mp_policy` would
-            cast its results to half precision.
+        ValueError: no decoder layers were found; a prefetch depth is not possible; or the model has an
+            entropy-aware head and `mp_policy` would cast its results to half precision.
     """
+    _check_depths(forward_prefetch, backward_prefetch)
     units = Units.of(model, layer_classes)
     policy = mp_policy or MixedPrecisionPolicy()
-    if entropy_aware_head(units.head) is not None:
+    if any(entropy_aware_heads(model)):
         _check_output_dtype(policy.output_dtype)
     options: dict[str, Any] = dict(
         mesh=mesh,
@@ -67,13 +70,10 @@ def wrap_fsdp2(
         offload_policy=offload_policy or OffloadPolicy(),
         reshard_after_forward=reshard_after_forward,
     )
-    for layer in units.layers:
-        fully_shard(layer, **options)
     ends = [unit for unit in (units.embedding, units.head) if unit is not None]
-    for unit in [ends] if units.tied else ends:
+    for unit in (*([ends] if units.tied else ends), *units.layers, model):
         fully_shard(unit, **options)
-    fully_shard(model, **options)
-    set_prefetch(model, forward=forward_prefetch, backward=backward_prefetch, layer_classes=layer_classes)
+    _prefetch_fsdp2(model, units, forward_prefetch, backward_prefetch)
     return model
 
 
@@ -86,7 +86,9 @@ def wrap_fsdp1(
     layer_classes: Iterable[type[nn.Module]] | None = None,
     **fsdp: Any,
 ) -> FullyShardedDataParallel:
-    """`FullyShardedDataParallel` with each decoder layer and an untied head as units, the rest in the root.
+    """`FullyShardedDataParallel` of each decoder layer, of embedding and head, and of the rest as the root.
+
+    A tied pair of embedding and head belongs to the root, which stays gathered until the end of its backward.
 
     Args:
         model, layer_classes: as for `wrap_fsdp2`.
@@ -99,7 +101,7 @@ def wrap_fsdp1(
     units = Units.of(model, layer_classes)
     if not torch.accelerator.is_available():
         fsdp.setdefault("device_id", torch.device("cpu"))  # without it FSDP1 insists on an accelerator
-    own = {*units.layers, *(() if units.tied or units.head is None else (units.head,))}
+    own = set(units.layers if units.tied else units.in_order)
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=CustomPolicy(lambda module: module in own),
@@ -119,9 +121,10 @@ def set_prefetch(
 ) -> None:
     """How many units ahead a wrapped model gathers weights, the head among them.
 
-    Whoever wrapped it, and with a head of ours, another or none. Each unit gathers the next `forward` ones
-    in forward (the last layers the head), and the previous `backward` ones in backward (the head the last
-    layers).
+    Whoever wrapped it, and with a head of ours, another or none; between steps, also after the first. Each
+    unit gathers the next `forward` ones in forward (the last layers the head), and the previous `backward`
+    ones in backward (the head the last layers). FSDP1 gathers ahead from the second step on: the first shows
+    it the order.
 
     Args:
         model: wrapped by FSDP1 or FSDP2.
@@ -133,22 +136,29 @@ def set_prefetch(
     Raises:
         ValueError: the model is not wrapped, a depth is not possible, or no decoder layers were found.
     """
+    _check_depths(forward, backward)
+    of_fsdp1 = FullyShardedDataParallel.fsdp_modules(model)
+    if not of_fsdp1:
+        _prefetch_fsdp2(model, Units.of(model, layer_classes), forward, backward)
+        return
+    if max(forward, backward) > 1:
+        raise ValueError(
+            "forward, backward: expected 0 or 1, as FSDP1 gathers no more than one unit ahead, got "
+            f"{forward} and {backward}; FSDP2 does"
+        )
+    wrapped: Any
+    for wrapped in of_fsdp1:
+        wrapped.forward_prefetch = bool(forward)
+        wrapped.backward_prefetch = BackwardPrefetch.BACKWARD_PRE if backward else None
+
+
+def _check_depths(forward: int, backward: int) -> None:
     for name, depth in (("forward", forward), ("backward", backward)):
         if type(depth) is not int or depth < 0:
             raise ValueError(f"{name}: expected a number of units, 0 or more, got {depth!r}")
-    of_fsdp1 = FullyShardedDataParallel.fsdp_modules(model)
-    if of_fsdp1:
-        if max(forward, backward) > 1:
-            raise ValueError(
-                "forward, backward: expected 0 or 1, as FSDP1 gathers no more than one unit ahead, got "
-                f"{forward} and {backward}; FSDP2 does"
-            )
-        wrapped: Any
-        for wrapped in of_fsdp1:
-            wrapped.forward_prefetch = bool(forward)
-            wrapped.backward_prefetch = BackwardPrefetch.BACKWARD_PRE if backward else None
-        return
-    units = Units.of(model, layer_classes)
+
+
+def _prefetch_fsdp2(model: nn.Module, units: Units, forward: int, backward: int) -> None:
     chain: list[Any] = [unit for unit in units.in_order if isinstance(unit, FSDPModule)]
     if not chain:
         raise ValueError(
@@ -161,13 +171,25 @@ def set_prefetch(
         unit.set_modules_to_backward_prefetch(chain[max(place - backward, 0) : place][::-1])
 
 
-def check_output_dtypes(model: Any, head: nn.Module) -> None:
-    """For who wrapped by other means: raise ValueError if FSDP2 casts what the head or the model gives."""
-    for module in (model, head):
-        if isinstance(module, FSDPModule):
-            # Private, and the only place where torch keeps a unit's policy.
-            policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
-            _check_output_dtype(getattr(policy, "output_dtype", None))
+def check_output_dtypes(model: nn.Module, head: nn.Module) -> None:
+    """For who wrapped by other means: raise ValueError if FSDP2 casts what the head or the model gives.
+
+    Called in the model's forward, it sees the root as well, if that is a wrapper around the model.
+    """
+    for state in (*_states_of(model, head), *_roots_of(model)):
+        _check_output_dtype(getattr(getattr(state, "_mp_policy", None), "output_dtype", None))
+
+
+def _states_of(*modules: nn.Module) -> Iterator[Any]:
+    """FSDP2's states of those that are its units: private, and the only place where torch keeps a policy."""
+    return (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
+
+
+def _roots_of(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's state of the module whose forward runs, if a unit of it is in `model`: every unit knows it."""
+    for state in _states_of(*model.modules()):
+        yield getattr(getattr(state, "_state_ctx", None), "iter_forward_root", None)
+        return
 
 
 def _check_output_dtype(output_dtype: torch.dtype | None) -> None:

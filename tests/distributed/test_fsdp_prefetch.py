@@ -119,8 +119,8 @@ def test_fsdp2(tied: bool, forward: int, backward: int, in_forward: str, in_back
 @pytest.mark.parametrize(
     ("depth", "in_forward", "in_backward"),
     [
-        (0, "root 0 | 1 | 2 | head", "head 2 | 1 | 0 |"),
-        (1, "root 0 1 | 2 | head |", "head 2 1 | 0 | |"),
+        (0, "root embed 0 | 1 | 2 | head", "head 2 | 1 | 0 | embed"),
+        (1, "root embed 0 1 | 2 | head |", "head 2 1 | 0 | embed |"),
     ],
 )
 def test_fsdp1(depth: int, in_forward: str, in_backward: str) -> None:
@@ -190,8 +190,8 @@ def _seeded(model_class: Any, config: Any) -> Any:
 @pytest.mark.parametrize("kind", WRAP)
 @pytest.mark.parametrize("plain_module", [False, True])
 def test_models_without_an_lm_head(kind: str, plain_module: bool) -> None:
-    """Layers and root; FSDP2 shards Hugging Face's embedding as one more."""
-    expected = LAYERS + 1 + (kind == "fsdp2" and not plain_module)
+    """Layers and root; Hugging Face's embedding is one more."""
+    expected = LAYERS + 1 + (not plain_module)
     for units, error in run_ranks(2, critic, kind, plain_module):
         assert units == expected
         assert error < 1e-6
