@@ -218,7 +218,7 @@ def half_outputs(part: str) -> str:
     """What the ValueError says."""
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     model = swapped(make("value head"))
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 # its message is returned
+    try:
         if part == "not Hugging Face's":
             wrap_fsdp2(HeadFirst(), mp_policy=half, layer_classes=[nn.Sequential])
         elif part == "inside a wrapper":
@@ -228,7 +228,9 @@ def half_outputs(part: str) -> str:
                 fully_shard(layer)
             fully_shard(model, mp_policy=half)
             loss_of(model, IDS[0, 0])
-    return str(refused.value)
+    except ValueError as refused:
+        return str(refused)
+    return "not refused"
 
 
 @pytest.mark.parametrize("part", ["not Hugging Face's", "inside a wrapper", "of the wrapper"])
