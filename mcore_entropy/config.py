@@ -15,7 +15,7 @@ Head = Literal["fused", "logits"]
 
 @dataclass(frozen=True)
 class EntropyConfig:
-    """How an `EntropyAwareOutputLayer` computes its statistics; immutable, every field has a default.
+    """How a swapped head computes its statistics; immutable, every field has a default.
 
     Args:
         entropy: compute the entropy as well as the log-prob, unless a request says otherwise.
@@ -30,8 +30,9 @@ class EntropyConfig:
         execution: how to compute it.
         head: ``"fused"`` never has logits in memory and never rounds them to half precision; ``"logits"``
             takes those of Megatron's own layer, in its dtype and with its memory.
-        entropy_coeff: what the loss of `mcore_entropy.megatron.loss` takes off, times the entropy.
-        log_interval: that loss reports entropy and metrics anew every so many iterations.
+        entropy_coeff: what the loss takes off, times the entropy: that of `mcore_entropy.megatron.loss`, or
+            of a swapped Hugging Face model.
+        log_interval: Megatron's loss reports entropy and metrics anew every so many iterations.
 
     Raises:
         ValueError: a field is out of its range, or contradicts another.

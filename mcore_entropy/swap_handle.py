@@ -28,8 +28,11 @@ class Request:
 class SwappedModel(Protocol):
     """One model whose head is ours."""
 
-    config: EntropyConfig
     request: Request | None
+
+    @property
+    def config(self) -> EntropyConfig:
+        """What it was swapped with."""
 
     @property
     def in_place(self) -> bool:

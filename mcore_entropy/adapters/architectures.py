@@ -141,14 +141,18 @@ def _check_transform(model: Any, head_name: str, transform: LogitTransform) -> N
         )
     head = model.get_submodule(head_name)
     columns, width = head.weight.shape
-    hidden = torch.tensor([[[0.5], [-2.0], [60.0]]])
-    weight = torch.linspace(-1.0, 1.0, columns).unsqueeze(-1)
+    # On the CPU whatever the default device is; in fp64, which autocast leaves alone.
+    known: dict[str, Any] = dict(device="cpu", dtype=torch.float64)
+    hidden = torch.tensor([[[0.5], [-2.0], [60.0]]], **known)
+    weight = torch.linspace(-1.0, 1.0, columns, **known).unsqueeze(-1)
     raw_logits = hidden @ weight.t()
-    of_transformer = _OnlyHidden(torch.zeros(*hidden.shape[:-1], width))
+    of_transformer = _OnlyHidden(torch.zeros(*hidden.shape[:-1], width, **known))
     with torch.no_grad(), _answering(base, of_transformer), _answering(head, raw_logits):
         try:
             logits: Tensor = model(
-                input_ids=torch.zeros(hidden.shape[:-1], dtype=torch.long), use_cache=False, return_dict=True
+                input_ids=torch.zeros(hidden.shape[:-1], dtype=torch.long, device="cpu"),
+                use_cache=False,
+                return_dict=True,
             ).logits
         except Exception as error:
             raise ValueError(
@@ -160,7 +164,7 @@ def _check_transform(model: Any, head_name: str, transform: LogitTransform) -> N
             f"model: expected {architecture} to give the logits of its head, "
             f"{tuple(raw_logits.shape)}, got {tuple(logits.shape)}"
         )
-    target = torch.tensor([[0, columns // 3, columns - 1]])
+    target = torch.tensor([[0, columns // 3, columns - 1]], device="cpu")
     options = LinearOptions(transform, tp_group=TensorParallelGroup.single_rank())
     ours = fused_head(hidden, weight, None, options, Keywords(target=target, wanted=Wanted())).log_probs
     theirs = logits.double().log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)

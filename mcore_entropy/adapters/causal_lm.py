@@ -1,8 +1,9 @@
 """A Hugging Face causal LM whose head was swapped: its class, its forward with labels, and the way back.
 
-The class of the model and that of its head change; nothing hangs on the instances that a copy would share.
-With labels the model's own forward runs, without them; where it calls its head, the head computes the
-statistics. What the model then does to "logits" is done to numbers that nobody looks at.
+The class of the model and that of its head change, and the model gets what a swap knows as an attribute,
+which holds no model: a copy has one of its own. With labels the model's own forward runs, without them;
+where it calls its head, the head computes the statistics. What the model then does to "logits" is done to a
+copy that nobody looks at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from mcore_entropy.adapters.foreign_parallelism import foreign_parallelism
 from mcore_entropy.adapters.fsdp import check_output_dtypes
-from mcore_entropy.adapters.labelled_call import causal_lm_loss, head_call, one_call_of
+from mcore_entropy.adapters.labelled_call import causal_lm_loss, head_call, no_call, one_call_of
 from mcore_entropy.adapters.lm_head import entropy_aware_head
 from mcore_entropy.adapters.model_output import output_with_statistics
 from mcore_entropy.config import EntropyConfig
@@ -27,58 +28,32 @@ from mcore_entropy.swap_handle import SWAP, Request
 _STOCK = "_mcore_entropy_stock"  # the attribute of a swapped class
 
 
-class SwappedCausalLM:
-    """What a swap keeps about one model, as an attribute of that model."""
+class CausalLMSwap:
+    """What a swap knows about a model, without a reference to it."""
 
     def __init__(
         self,
-        model: Any,
         head_name: str,
-        head_class: type[nn.Module],
+        stock_head_class: type[nn.Module],
         transform: LogitTransform,
         config: EntropyConfig,
     ) -> None:
         self.config = config
         self.request: Request | None = None
-        self._model = model
-        self._head_name = head_name
+        self.head_name = head_name
+        self.stock_head_class = stock_head_class
         self._transform = transform
-        head = model.get_submodule(head_name)
-        self._stock_head_class = type(head)
-        head.__class__ = head_class
-        model.__class__ = _swapped_class(_stock_class(model))
-        setattr(model, SWAP, self)
 
-    @property
-    def in_place(self) -> bool:
-        return getattr(self._model, SWAP, None) is self
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy made inside a request has none: its block ends for the original alone."""
+        return {**vars(self), "request": None}
 
-    def restore(self) -> None:
-        """Put the stock classes back.
-
-        Raises:
-            RuntimeError: something has wrapped the model or its head since, and would be lost.
-        """
-        if not self.in_place:
-            return  # done before, perhaps by another handle of the same swap
-        model = self._model
-        head = self._checked_head()
-        stock = _stock_class(model)
-        if type(model) is not _swapped_class(stock) or entropy_aware_head(head) is not head:
-            raise RuntimeError(
-                "restore: expected the model and its head as the swap left them, got "
-                f"{type(model).__name__} and {type(head).__name__}; undo what wraps them first"
-            )
-        head.__class__ = self._stock_head_class
-        model.__class__ = stock
-        delattr(model, SWAP)
-
-    def forward(self, stock_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: Any, stock_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`stock_forward(model, *args, **kwargs)`, unless there are labels; see `swap_lm_head`."""
-        model = self._model
         args, keywords = _by_keyword(stock_forward, args, kwargs)
         if keywords.get("labels") is None:
-            return stock_forward(model, *args, **keywords)
+            with no_call():
+                return stock_forward(model, *args, **keywords)
         check_loss_function(model)
         return_dict = keywords.pop("return_dict", None)
         num_items = keywords.pop("num_items_in_batch", None)
@@ -93,7 +68,7 @@ class SwappedCausalLM:
             self._transform,
             self.config,
         )
-        head = self._checked_head()
+        head = self._checked_head(model)
         check_output_dtypes(model, head)
         with one_call_of(head, call) as received:
             output = stock_forward(model, *args, **keywords, return_dict=True)
@@ -107,23 +82,88 @@ class SwappedCausalLM:
             return output
         return output.to_tuple()
 
-    def _checked_head(self) -> nn.Module:
+    def _checked_head(self, model: Any) -> nn.Module:
         """What stands in the head's place: our head, or a wrapper of it."""
-        module: nn.Module = self._model.get_submodule(self._head_name)
+        module: nn.Module = model.get_submodule(self.head_name)
         head = entropy_aware_head(module)
         if head is None:
             raise RuntimeError(
-                f"{self._head_name}: expected the head that was swapped, got {type(module).__module__}."
+                f"{self.head_name}: expected the head that was swapped, got {type(module).__module__}."
                 f"{type(module).__qualname__}; it was replaced or wrapped (LoRA, resize_token_embeddings) "
-                "after the swap: do that first, and swap then"
+                "after the swap: swap again"
             )
         parallelism = foreign_parallelism(head)
         if parallelism is not None:
             raise RuntimeError(
-                f"{self._head_name}: expected results that nothing brings into another layout, got a head "
+                f"{self.head_name}: expected results that nothing brings into another layout, got a head "
                 f"under {parallelism}; shard it with mcore_entropy.adapters.dtensor.parallelize_lm_head"
             )
         return module
+
+
+class SwappedCausalLM:
+    """One model whose head is ours, for the handle."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._swap: CausalLMSwap = vars(model)[SWAP]
+
+    @staticmethod
+    def swapped(
+        model: Any,
+        head_name: str,
+        head_class: type[nn.Module],
+        transform: LogitTransform,
+        config: EntropyConfig,
+    ) -> SwappedCausalLM:
+        """Swap the classes of `model` and of its head."""
+        head = model.get_submodule(head_name)
+        setattr(model, SWAP, CausalLMSwap(head_name, type(head), transform, config))
+        head.__class__ = head_class
+        model.__class__ = _swapped_class(_stock_class(model))
+        return SwappedCausalLM(model)
+
+    @property
+    def config(self) -> EntropyConfig:
+        return self._swap.config
+
+    @property
+    def request(self) -> Request | None:
+        return self._swap.request
+
+    @request.setter
+    def request(self, request: Request | None) -> None:
+        self._swap.request = request
+
+    @property
+    def in_place(self) -> bool:
+        return vars(self._model).get(SWAP) is self._swap
+
+    @property
+    def head_was_replaced(self) -> bool:
+        return entropy_aware_head(self._model.get_submodule(self._swap.head_name)) is None
+
+    def restore(self) -> None:
+        """Put the stock classes back; that of the model alone where the head is another's by now.
+
+        Raises:
+            RuntimeError: something has wrapped the model or its head since, and would be lost.
+        """
+        if not self.in_place:
+            return  # done before, perhaps by another handle of the same swap
+        model, stock = self._model, _stock_class(self._model)
+        head = model.get_submodule(self._swap.head_name)
+        wrapped = not self.head_was_replaced and entropy_aware_head(head) is not head
+        if type(model) is not _swapped_class(stock) or wrapped or "forward" in {*vars(model), *vars(head)}:
+            raise RuntimeError(
+                "restore: expected the model and its head as the swap left them, got "
+                f"{type(model).__name__} and {type(head).__name__}, wrapped or with a forward that something "
+                "else has put on them; undo that first"
+            )
+        if not self.head_was_replaced:
+            head.__class__ = self._swap.stock_head_class
+        model.__class__ = stock
+        delattr(model, SWAP)
 
 
 def check_loss_function(model: Any) -> None:
@@ -154,10 +194,10 @@ def _swapped_class(stock: Any) -> Any:
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        swapped: SwappedCausalLM | None = vars(self).get(SWAP)
-        if swapped is None:  # a model that was made from this class, not swapped
+        swap: CausalLMSwap | None = vars(self).get(SWAP)
+        if swap is None:  # a model that was made from this class, not swapped
             return stock.forward(self, *args, **kwargs)
-        return swapped.forward(stock.forward, *args, **kwargs)
+        return swap.forward(self, stock.forward, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(swapped_class, self).__reduce_ex__(protocol)

@@ -1,7 +1,6 @@
 """`swap_lm_head`: an entropy-aware head in the place of a Hugging Face causal LM's, and back.
 
-b batch, s sequence. The class of the model and that of its head change; nothing hangs on the instances that
-a copy would share.
+b batch, s sequence.
 """
 
 from __future__ import annotations
@@ -39,10 +38,13 @@ def swap_lm_head(model: nn.Module, config: EntropyConfig) -> SwapHandle:
     - ``log_probs`` [b, s], ``entropy`` [b, s] (None with ``entropy=False``) and the config's metrics, fp32,
       exact in value and gradient. Labels are shifted as the model's loss does it: position t holds the
       log-prob of label t + 1 and the entropy of the distribution it was drawn from; the last position's
-      log-prob is 0. With ``shift_labels`` nothing is shifted. With ``logits_to_keep`` they are those of the
+      log-prob is 0. Entropy is there where a label is ignored, too: a mask of a request leaves it out. With
+      ``shift_labels`` nothing is shifted. With ``logits_to_keep`` they are those of the
       positions kept.
 
-    A request's mask and temperature are in the places of the labels and shifted with them.
+    A request's mask and temperature are in the places of the labels and shifted with them. Who takes the
+    labels out of the call (Trainer with ``label_smoothing_factor`` or ``compute_loss_func``) gets logits, and
+    no entropy bonus.
 
     Parameters, their names, checkpoints, ties and `save_pretrained` do not change. A copy of a swapped model
     is a swapped model of its own; swap it again, with an equal config, for its handle.
@@ -62,17 +64,20 @@ def swap_lm_head(model: nn.Module, config: EntropyConfig) -> SwapHandle:
     if not isinstance(config, EntropyConfig):
         raise ValueError(f"config: expected an EntropyConfig, got {config!r}")
     causal_lm = _causal_lm(model)
-    swapped: SwappedCausalLM | None = vars(causal_lm).get(SWAP)
-    if swapped is None:
+    if SWAP in vars(causal_lm):
+        swapped = SwappedCausalLM(causal_lm)
+        if swapped.head_was_replaced:
+            swapped.restore()
+        else:
+            check_same_config(swapped, config)
+    if SWAP not in vars(causal_lm):
         _check_config(config)
         _check_not_wrapped(causal_lm)
         head_name = _head_name(causal_lm)
         check_loss_function(causal_lm)
         head_class = _head_class(causal_lm.get_submodule(head_name))
         transform = transform_of_model(causal_lm, head_name)
-        swapped = SwappedCausalLM(causal_lm, head_name, head_class, transform, config)
-    else:
-        check_same_config(swapped, config)
+        swapped = SwappedCausalLM.swapped(causal_lm, head_name, head_class, transform, config)
     return SwapHandle(config, [swapped])
 
 
@@ -142,7 +147,7 @@ def _head_class(head: Any) -> type[nn.Module]:
     lora = sys.modules.get("peft.tuners.lora")  # without it no head can be one of PEFT's
     with_lora = lora is not None and type(head) is lora.Linear
     linear = head.base_layer if with_lora else head
-    if type(linear) is not nn.Linear:
+    if type(linear) not in (nn.Linear, EntropyAwareLMHead):  # ours, if LoRA came after a swap
         raise ValueError(
             "head: expected exactly a torch.nn.Linear, or PEFT's LoRA around one, got "
             f"{type(linear).__module__}.{type(linear).__qualname__}, whose forward does something else"

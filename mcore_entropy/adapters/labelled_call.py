@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -72,6 +73,20 @@ def _kept_positions(per_token: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     return per_token.take_along_dim(logits_to_keep, dim=1)
 
 
+# The call whose head is to be computed next, in this thread: others, and calls inside this one, have theirs.
+_current: ContextVar[HeadCall | None] = ContextVar("_current", default=None)
+
+
+@contextmanager
+def no_call() -> Iterator[None]:
+    """Let a model's head give logits, inside a call with labels too."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 @contextmanager
 def one_call_of(head: nn.Module, call: HeadCall) -> Iterator[list[Tensor]]:
     """Let the model call `head` once with `call`; the list gets what the head gives.
@@ -82,18 +97,23 @@ def one_call_of(head: nn.Module, call: HeadCall) -> Iterator[list[Tensor]]:
     received: list[Tensor] = []
 
     def with_call(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return args, {**kwargs, "call": call}
+        return args, {**kwargs, "call": call} if _current.get() is call else kwargs
 
-    def receive(_module: nn.Module, _args: Any, result: Tensor) -> None:
+    def receive(_module: nn.Module, _args: Any, result: Tensor) -> Tensor:
+        if _current.get() is not call:
+            return result
         received.append(result)
+        return result.detach().clone()  # for the model to do to it what it does to logits, in place too
 
     hooks = (
         head.register_forward_pre_hook(with_call, with_kwargs=True),
         head.register_forward_hook(receive),
     )
+    token = _current.set(call)
     try:
         yield received
     finally:
+        _current.reset(token)
         for hook in hooks:
             hook.remove()
     if len(received) != 1:

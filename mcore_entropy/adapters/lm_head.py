@@ -53,13 +53,13 @@ class HeadCall:
         A weight that is a DTensor is column-parallel: `mcore_entropy.adapters.dtensor.parallelize_lm_head`.
         """
 
-        def on_device(value: Any, hidden: Tensor) -> Any:
+        def on_device(value: Any) -> Any:
             return value.to(hidden.device) if isinstance(value, Tensor) else value
 
         keywords = dict(
-            target=on_device(self.target, hidden),
-            mask=on_device(self.mask, hidden),
-            temperature=on_device(self.temperature, hidden),
+            target=on_device(self.target),
+            mask=on_device(self.mask),
+            temperature=on_device(self.temperature),
             ignore_index=self.ignore_index,
             vocab_size=self.config.vocab_size,
             chunk_size=self.config.chunk_size,

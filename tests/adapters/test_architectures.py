@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'mcore-entropy[hf]'")
 
+import transformers
+
 import mcore_entropy as me
 from mcore_entropy.adapters import architectures
 from mcore_entropy.adapters.huggingface import known_architectures, register_architecture, swap_lm_head
@@ -121,13 +123,33 @@ def test_an_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_check_needs_no_weights() -> None:
-    """A model on the meta device, as FSDP users make them, and one in half precision."""
-    import transformers
+def test_logits_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = type(tiny_model("LlamaForCausalLM"))
 
-    with torch.device("meta"):
-        model = transformers.Gemma2ForCausalLM(tiny_model("Gemma2ForCausalLM").config)
-    swap_lm_head(model, me.EntropyConfig())
+    class InPlaceForCausalLM(llama):  # type: ignore[misc, valid-type]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+            logits = self.lm_head(hidden)
+            logits /= 4.0
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+    stock = InPlaceForCausalLM(tiny_model("LlamaForCausalLM").config).double().eval()
+    model = copy.deepcopy(stock)
+    monkeypatch.setitem(
+        architectures._TRANSFORMS, "InPlaceForCausalLM", lambda _: me.LogitTransform(scale=0.25)
+    )
+    swap_lm_head(model, me.EntropyConfig(entropy_coeff=COEFFICIENT))
+    ids, labels = batch()
+    expected = dense(stock, ids, labels)[0]
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected, rtol=1e-12, atol=0)
+
+
+def test_the_check_needs_no_weights() -> None:
+    """On the meta device, as FSDP users make models, and inside autocast."""
+    config = tiny_model("Gemma2ForCausalLM").config
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        model = transformers.Gemma2ForCausalLM(config)
+        swap_lm_head(model, me.EntropyConfig())
     model.to_empty(device="cpu")
     model.load_state_dict(tiny_model("Gemma2ForCausalLM").state_dict())
     model.model.rotary_emb = tiny_model("Gemma2ForCausalLM").model.rotary_emb  # its buffers are in no state

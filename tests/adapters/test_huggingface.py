@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,66 @@ def test_swapping_again_changes_nothing() -> None:
         swap_lm_head(model, me.EntropyConfig(temperature=2.0))
 
 
+def test_a_copy_made_inside_a_request_has_none() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    handle = swap_lm_head(model, me.EntropyConfig())
+    expected = model(input_ids=IDS, labels=LABELS).log_probs
+    with handle.request(temperature=3.0):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        model(input_ids=IDS, labels=LABELS)
+    for other in copies:
+        assert_same_bits(other(input_ids=IDS, labels=LABELS).log_probs, expected)
+
+
+def test_a_shallow_copy_runs_itself() -> None:
+    """As torch.nn.DataParallel's replicas do."""
+    model = swapped()
+    other = copy.copy(model)
+    other._modules = dict(model._modules)
+    other.lm_head = copy.deepcopy(model.lm_head)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    loss = other(input_ids=IDS, labels=LABELS).loss
+    torch.testing.assert_close(loss, torch.tensor(97.0).log())
+
+
+def test_threads_and_calls_inside_calls() -> None:
+    model = swapped()
+    other_labels = LABELS.roll(1, 1)
+    expected = {
+        False: model(IDS, labels=LABELS).loss.item(),
+        True: model(IDS, labels=other_labels).loss.item(),
+    }
+    assert expected[False] != expected[True]
+    wrong: list[Any] = []
+
+    def with_labels(other: bool) -> None:
+        for _ in range(40):
+            loss = model(IDS, labels=labels_of[other]).loss.item()
+            if loss != expected[other]:
+                wrong.append(loss)
+
+    def without_labels() -> None:
+        for _ in range(40):
+            shape = model(IDS).logits.shape
+            if shape != (2, 9, VOCABULARY):
+                wrong.append(shape)
+
+    threads = [threading.Thread(target=with_labels, args=(other,)) for other in (False, True)]
+    threads.append(threading.Thread(target=without_labels))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    inner: list[Any] = []
+    model.model.layers[0].register_forward_hook(
+        lambda *_: inner.append(model(IDS).logits.shape) if not inner and inner.append(None) is None else None
+    )
+    assert model(IDS, labels=LABELS).loss.item() == expected[False]
+    assert inner[1:] == [(2, 9, VOCABULARY)]
+
+
 # --------------------------------------------------------------------------- what wraps models
 
 
@@ -413,6 +474,11 @@ def test_a_loss_or_a_head_of_later() -> None:
     with pytest.raises(RuntimeError, match=r"lm_head: expected the head that was swapped, got torch\.nn"):
         model(IDS, labels=LABELS)
     assert model(IDS).logits.shape == (2, 9, 128)
+    handle = swap_lm_head(model, me.EntropyConfig())
+    assert model(IDS, labels=LABELS).entropy.max() <= torch.tensor(128.0).log()
+    model.resize_token_embeddings(64 + 40)
+    handle.restore()
+    assert type(model) is transformers.LlamaForCausalLM
     model = swapped()
     model.loss_function = lambda **_: None
     with pytest.raises(ValueError, match="loss_function: expected transformers' ForCausalLMLoss"):
