@@ -1,5 +1,6 @@
 # make test      sets everything up, then lint, types and all tests
 # make demo      sets everything up, then trains a small GPT with the entropy-aware head on two ranks
+# make demo-fsdp sets everything up, then trains a small Llama of Hugging Face's, sharded by FSDP2
 # make help      lists every target
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV ?= .venv
 TORCH ?= torch>=2.8
 MEGATRON ?= megatron-core>=0.13
 
-# Ranks of the demo: make demo NPROC=4 ARGS='--tensor-model-parallel-size 2'
+# Ranks of the demos: make demo NPROC=4 ARGS='--tensor-model-parallel-size 2'
 NPROC ?= 2
 
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter test compat demo benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter test compat demo demo-fsdp benchmark megatron-lm format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -61,6 +62,10 @@ compat: ## the Megatron tests on every supported megatron-core: make compat ARGS
 demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
 	    examples/pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel $(ARGS)
+
+demo-fsdp: $(STAMP) ## train a Hugging Face Llama on two ranks with FSDP2, or ARGS='--parallel fsdp1' or ddp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+	    examples/fsdp_llama.py $(ARGS)
 
 benchmark: $(STAMP) ## time and peak memory against eager
 	$(BIN)/python -m tests.benchmarks.fused_head $(ARGS)
