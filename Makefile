@@ -1,5 +1,6 @@
 # make test      sets everything up, then lint, types and all tests
 # make demo      sets everything up, then trains a small GPT with the entropy-aware head on two ranks
+# make demo-fsdp sets everything up, then trains a small Llama of Hugging Face's, sharded by FSDP2
 # make help      lists every target
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV ?= .venv
 TORCH ?= torch>=2.8
 MEGATRON ?= megatron-core>=0.13
 
-# Ranks of the demo: make demo NPROC=4 ARGS='--tensor-model-parallel-size 2'
+# Ranks of the demos: make demo NPROC=4 ARGS='--tensor-model-parallel-size 2'
 NPROC ?= 2
 
 BIN := $(VENV)/bin
@@ -62,7 +63,7 @@ demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
 	    examples/pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel $(ARGS)
 
-demo-fsdp: $(STAMP) ## train a Hugging Face Llama on two data-parallel ranks: make demo-fsdp ARGS='--parallel ddp'
+demo-fsdp: $(STAMP) ## train a Hugging Face Llama on two ranks with FSDP2, or ARGS='--parallel fsdp1' or ddp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
 	    examples/fsdp_llama.py $(ARGS)
 

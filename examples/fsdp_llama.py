@@ -66,7 +66,7 @@ def parse_arguments(world: World) -> argparse.Namespace:
     add("--bf16", action="store_true", help="compute in bf16; weights and gradients' sums stay fp32")
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--train-iters", type=int, default=200, metavar="N", help="%(default)s")
+    add("--train-iters", type=int, default=300, metavar="N", help="%(default)s")
     add("--micro-batch-size", type=int, default=4, metavar="N", help="sequences at a time (%(default)s)")
     add("--global-batch-size", type=int, metavar="N", help="sequences an iteration (2 micro-batches a rank)")
     add("--lr", type=float, default=5e-3, help="%(default)s")

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -82,11 +83,12 @@ def gradient_accumulation(model: nn.Module, *, last: bool) -> Iterator[None]:
             yield
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> None:
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Returns the norm over all parameters, of all ranks, before it is clipped."""
     if isinstance(model, FullyShardedDataParallel):  # its parameters are a rank's shards, and plain tensors
-        model.clip_grad_norm_(max_norm)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return model.clip_grad_norm_(max_norm).item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def build_optimizer(

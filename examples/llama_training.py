@@ -10,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import llama
@@ -35,16 +36,17 @@ TOLERANCE = {False: 1e-5, True: 1e-3}  # by --bf16
 IGNORED = -100
 
 
-def counted_tokens(labels: Tensor) -> int:
-    """How many predictions a loss is made of: label t + 1 is predicted at t, the first one nowhere."""
-    return int((labels[:, 1:] != IGNORED).sum())
+class MicroBatch(NamedTuple):
+    """The labels are the tokens themselves: the model predicts label t + 1 at t, the first one nowhere."""
 
+    input_ids: Tensor  # [b, s + 1]
+    labels: Tensor  # [b, s + 1]
 
-def labels_of(input_ids: Tensor) -> Tensor:
-    """The tokens themselves, as the model shifts them; but nothing tells how the next document starts."""
-    labels = input_ids.clone()
-    labels[:, 1:][input_ids[:, :-1] == END_OF_TEXT_ID] = IGNORED
-    return labels
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in self))
+
+    def counted_tokens(self) -> int:
+        return int((self.labels[:, 1:] != IGNORED).sum())
 
 
 class Means(NamedTuple):
@@ -53,6 +55,11 @@ class Means(NamedTuple):
     loss: float
     entropy: float
     tokens: int
+
+
+@dataclass(frozen=True)
+class Step(report.Step):
+    gradient_norm: float  # of the whole model, before it is clipped
 
 
 class Trainer:
@@ -68,20 +75,18 @@ class Trainer:
         self.largest_difference = {"loss": 0.0, "entropy": 0.0}
         self.comparisons = 0
 
-    def compute_gradients(self, micro_batches: Sequence[Tensor], *, compare: bool) -> Means:
+    def compute_gradients(self, micro_batches: Sequence[MicroBatch], *, compare: bool) -> Means:
         """Leaves in .grad those of the mean loss over all ranks' tokens.
 
-        `micro_batches` [b, s + 1] lie on the CPU, and each goes to the device when its turn comes.
+        The micro-batches lie on the CPU, and each goes to the device when its turn comes.
         """
-        labels_of_all = [labels_of(input_ids) for input_ids in micro_batches]
-        tokens = torch.tensor(sum(map(counted_tokens, labels_of_all)))
+        tokens = torch.tensor(sum(micro_batch.counted_tokens() for micro_batch in micro_batches))
         dist.all_reduce(tokens)  # every rank divides by the tokens of all
         num_items = max(int(tokens), 1)
         ours = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         stock = torch.zeros_like(ours)
-        for i, (input_ids, labels) in enumerate(zip(micro_batches, labels_of_all, strict=True), start=1):
-            input_ids = self.to_device(input_ids)
-            labels = self.to_device(labels)
+        for i, micro_batch in enumerate(micro_batches, start=1):
+            input_ids, labels = micro_batch.to(self.world.device)
             if compare:
                 stock += self.stock_sums(input_ids, labels)
             with llama.gradient_accumulation(self.model, last=i == len(micro_batches)):
@@ -96,9 +101,6 @@ class Trainer:
         dist.all_reduce(ours)
         loss, entropy = (ours / num_items).tolist()
         return Means(loss, entropy, int(tokens))
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.world.device, non_blocking=True)
 
     @torch.no_grad()
     def stock_sums(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class Trainer:
     def verdict(self) -> str:
         loss, entropy = (f"{name} within {value:.1e}" for name, value in self.largest_difference.items())
         return (
-            f"Entropy-aware against stock head, {self.comparisons} iterations: on any rank {loss} of its "
+            f"Entropy-aware against stock head, {self.comparisons} iteration(s): on any rank {loss} of its "
             f"value, {entropy} (allowed: {TOLERANCE[self.args.bf16]:.0e}). "
             f"{'PASSED' if self.agrees() else 'FAILED'}"
         )
@@ -139,7 +141,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     optimizer, scheduler = llama.build_optimizer(args, model)  # of the parameters that the wrapper made
     world.say(*describe(args, world, trainer.parameters), f"Text: {text.summary}")
 
-    steps: list[report.Step] = []
+    steps: list[Step] = []
     progress = tqdm(
         text.batches(
             seq_length=args.seq_length,
@@ -156,13 +158,15 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
         compare = bool(args.compare_stock) and (iteration == 1 or iteration % args.compare_stock == 0)
         optimizer.zero_grad()
         means = trainer.compute_gradients(micro_batches(rows, args, world), compare=compare)
-        llama.clip_gradients(model, args.clip_grad)
+        gradient_norm = llama.clip_gradients(model, args.clip_grad)
         [learning_rate] = scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
 
         seconds = time.perf_counter() - start
-        steps.append(report.Step(iteration, means.loss, means.entropy, learning_rate, means.tokens, seconds))
+        steps.append(
+            Step(iteration, means.loss, means.entropy, learning_rate, means.tokens, seconds, gradient_norm)
+        )
         progress.set_postfix_str(f"loss {means.loss:.3f}, entropy {means.entropy:.3f} nats", refresh=False)
         if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, args.train_iters)):
             world.say(
@@ -189,10 +193,14 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     return 0 if trainer.agrees() else 1
 
 
-def micro_batches(rows: Tensor, args: argparse.Namespace, world: World) -> list[Tensor]:
+def micro_batches(rows: Tensor, args: argparse.Namespace, world: World) -> list[MicroBatch]:
     """This rank's share of a global batch [*, s + 1], on the CPU, and pinned where it is to go to a GPU."""
-    shares = rows.view(-1, world.size, args.micro_batch_size, rows.size(1))[:, world.rank]
-    return list((shares.pin_memory() if world.device.type == "cuda" else shares).unbind())
+    input_ids = rows.view(-1, world.size, args.micro_batch_size, rows.size(1))[:, world.rank]
+    labels = input_ids.clone()
+    labels[..., 1:][input_ids[..., :-1] == END_OF_TEXT_ID] = IGNORED  # nothing tells how a document starts
+    if world.device.type == "cuda":
+        input_ids, labels = input_ids.pin_memory(), labels.pin_memory()
+    return [MicroBatch(*pair) for pair in zip(input_ids, labels, strict=True)]
 
 
 def describe(args: argparse.Namespace, world: World, parameters: int) -> list[str]:

@@ -303,11 +303,8 @@ def test_a_shallow_copy_runs_itself() -> None:
 
 def test_threads_and_calls_inside_calls() -> None:
     model = swapped()
-    other_labels = LABELS.roll(1, 1)
-    expected = {
-        False: model(IDS, labels=LABELS).loss.item(),
-        True: model(IDS, labels=other_labels).loss.item(),
-    }
+    labels_of = {False: LABELS, True: LABELS.roll(1, 1)}
+    expected = {other: model(IDS, labels=labels).loss.item() for other, labels in labels_of.items()}
     assert expected[False] != expected[True]
     wrong: list[Any] = []
 
