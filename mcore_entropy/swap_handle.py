@@ -104,6 +104,13 @@ class SwapHandle:
             head.restore()
 
 
+def check_like_labels(name: str, values: object, labels: Tensor) -> None:
+    """Raise ValueError unless `values` is a tensor [b, s], as the labels are."""
+    if not isinstance(values, Tensor) or values.shape != labels.shape or values.dim() != 2:
+        shape = tuple(values.shape) if isinstance(values, Tensor) else values
+        raise ValueError(f"{name}: expected shape [b, s] = {tuple(labels.shape)}, as the labels, got {shape}")
+
+
 def check_same_config(swapped: SwappedModel, config: EntropyConfig) -> None:
     """Raise ValueError unless a model that is swapped already was swapped with an equal config."""
     if swapped.config != config:

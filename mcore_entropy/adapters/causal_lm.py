@@ -48,9 +48,10 @@ class CausalLMSwap:
         """A copy made inside a request has none: its block ends for the original alone."""
         return {**vars(self), "request": None}
 
-    def forward(self, model: Any, stock_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`stock_forward(model, *args, **kwargs)`, unless there are labels; see `swap_lm_head`."""
-        args, keywords = _by_keyword(stock_forward, args, kwargs)
+    def forward(
+        self, model: Any, stock_forward: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """`stock_forward(model, *args, **keywords)`, unless there are labels; see `swap_lm_head`."""
         if keywords.get("labels") is None:
             with no_call():
                 return stock_forward(model, *args, **keywords)
@@ -153,14 +154,15 @@ class SwappedCausalLM:
             return  # done before, perhaps by another handle of the same swap
         model, stock = self._model, _stock_class(self._model)
         head = model.get_submodule(self._swap.head_name)
-        wrapped = not self.head_was_replaced and entropy_aware_head(head) is not head
+        ours = entropy_aware_head(head)
+        wrapped = ours is not None and ours is not head
         if type(model) is not _swapped_class(stock) or wrapped or "forward" in {*vars(model), *vars(head)}:
             raise RuntimeError(
                 "restore: expected the model and its head as the swap left them, got "
                 f"{type(model).__name__} and {type(head).__name__}, wrapped or with a forward that something "
                 "else has put on them; undo that first"
             )
-        if not self.head_was_replaced:
+        if ours is not None:
             head.__class__ = self._swap.stock_head_class
         model.__class__ = stock
         delattr(model, SWAP)
@@ -176,28 +178,34 @@ def check_loss_function(model: Any) -> None:
         )
 
 
+def _names_by_position(method: Callable[..., Any]) -> tuple[str, ...]:
+    """What the arguments of a method are called that may be given by position, without self."""
+    _, *parameters = inspect.signature(method).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+
 def _by_keyword(
-    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a method's call with those by keyword that have a name."""
-    _, *parameters = inspect.signature(method).parameters.values()  # without self
-    if len(args) > len(parameters) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    """The arguments of a call by keyword; as they are where that cannot be, which the callee judges."""
+    by_position = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or by_position.keys() & kwargs.keys():
         return args, kwargs
-    by_position = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
-    twice = by_position.keys() & kwargs.keys()
-    return ((), {**by_position, **kwargs}) if not twice else (args, kwargs)
+    return (), {**by_position, **kwargs}
 
 
 @functools.cache
 def _swapped_class(stock: Any) -> Any:
     """`stock` with our forward, under its own name, by which transformers knows a model and saves it."""
 
+    names = _names_by_position(stock.forward)  # once: `generate` calls the forward for every token
+
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         swap: CausalLMSwap | None = vars(self).get(SWAP)
         if swap is None:  # a model that was made from this class, not swapped
             return stock.forward(self, *args, **kwargs)
-        return swap.forward(self, stock.forward, *args, **kwargs)
+        return swap.forward(self, stock.forward, *_by_keyword(names, args, kwargs))
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(swapped_class, self).__reduce_ex__(protocol)

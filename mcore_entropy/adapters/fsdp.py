@@ -176,20 +176,15 @@ def check_output_dtypes(model: nn.Module, head: nn.Module) -> None:
 
     Called in the model's forward, it sees the root as well, if that is a wrapper around the model.
     """
-    for state in (*_states_of(model, head), *_roots_of(model)):
+    any_unit = next(_states_of(model.modules()), None)
+    root = getattr(getattr(any_unit, "_state_ctx", None), "iter_forward_root", None)  # every unit knows it
+    for state in (*_states_of((model, head)), root):
         _check_output_dtype(getattr(getattr(state, "_mp_policy", None), "output_dtype", None))
 
 
-def _states_of(*modules: nn.Module) -> Iterator[Any]:
+def _states_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """FSDP2's states of those that are its units: private, and the only place where torch keeps a policy."""
     return (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
-
-
-def _roots_of(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's state of the module whose forward runs, if a unit of it is in `model`: every unit knows it."""
-    for state in _states_of(*model.modules()):
-        yield getattr(getattr(state, "_state_ctx", None), "iter_forward_root", None)
-        return
 
 
 def _check_output_dtype(output_dtype: torch.dtype | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mcore_entropy.adapters.lm_head import HeadCall
 from mcore_entropy.config import EntropyConfig
 from mcore_entropy.statistics import LogitTransform, TokenStatistics
-from mcore_entropy.swap_handle import Request
+from mcore_entropy.swap_handle import Request, check_like_labels
 
 
 def head_call(
@@ -34,12 +34,11 @@ def head_call(
     Raises:
         ValueError: the request's mask or temperature has another shape than the labels.
     """
-    for name, value in (("mask", request.mask), ("temperature", request.temperature)):
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != labels.shape:
-            raise ValueError(
-                f"{name}: expected shape [b, s] = {tuple(labels.shape)}, as the labels, got "
-                f"{tuple(value.shape)}"
-            )
+    temperature = config.temperature if request.temperature is None else request.temperature
+    if request.mask is not None:
+        check_like_labels("mask", request.mask, labels)
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        check_like_labels("temperature", temperature, labels)
 
     def of_next(per_token: Any, nothing: float) -> Any:
         """[b, s] in the places of the labels, as [b, s'] in those of the tokens that predict them."""
@@ -49,7 +48,6 @@ def head_call(
             per_token = F.pad(per_token, (0, 1), value=nothing)[..., 1:]
         return _kept_positions(per_token, logits_to_keep).contiguous()
 
-    temperature = config.temperature if request.temperature is None else request.temperature
     return HeadCall(
         target=of_next(labels if shift_labels is None else shift_labels, ignore_index),
         mask=of_next(request.mask, False),

@@ -20,7 +20,7 @@ from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, Pending
 from mcore_entropy.megatron.supported import check_call, name_of_head_caller
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics
-from mcore_entropy.swap_handle import SWAP, Request
+from mcore_entropy.swap_handle import SWAP, Request, check_like_labels
 
 
 class SwappedHead:
@@ -162,9 +162,7 @@ def _bound(function: Callable[..., Any], model: Any) -> Callable[..., Any]:
 
 def _sequence_first(name: str, values: Tensor, labels: Tensor) -> Tensor:
     """[b, s] as [s, b]."""
-    if not isinstance(values, Tensor) or values.shape != labels.shape or values.dim() != 2:
-        shape = tuple(values.shape) if isinstance(values, Tensor) else values
-        raise ValueError(f"{name}: expected shape [b, s] = {tuple(labels.shape)}, as the labels, got {shape}")
+    check_like_labels(name, values, labels)
     return values.transpose(0, 1).contiguous()
 
 
