@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft", reason="needs peft")
 
 import mcore_entropy as me
 from mcore_entropy.adapters.huggingface import swap_lm_head
-from tests.adapters.test_architectures import COEFFICIENT, batch, dense
+from tests.adapters.dense import COEFFICIENT, batch, dense, gradients
 from tests.adapters.tiny_models import tiny_model
 
 IDS, LABELS = batch()
@@ -43,11 +43,8 @@ def assert_values(model: Any, stock: Any) -> tuple[Tensor, Tensor]:
 
 
 def assert_as_dense(model: Any, stock: Any) -> None:
-    for m, value in zip((model, stock), assert_values(model, stock), strict=True):
-        m.zero_grad()
-        value.backward()
-    expected = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    ours, theirs = assert_values(model, stock)
+    found, expected = gradients(model, ours), gradients(stock, theirs)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)

@@ -35,7 +35,7 @@ import mcore_entropy as me
 from mcore_entropy.adapters.dtensor import parallelize_lm_head
 from mcore_entropy.adapters.fsdp import wrap_fsdp1, wrap_fsdp2
 from mcore_entropy.adapters.huggingface import swap_lm_head
-from tests.adapters.test_architectures import COEFFICIENT, dense
+from tests.adapters.dense import COEFFICIENT, dense, gradients, largest_error
 from tests.adapters.tiny_models import VOCABULARY, tiny_model
 from tests.ranks import run_ranks
 
@@ -102,15 +102,7 @@ def truth(stock: Any) -> dict[str, Tensor]:
     """One process's gradients of the mean loss over all ranks and micro-batches, in fp64 on dense logits."""
     stock = copy.deepcopy(stock).double()
     ids = IDS.flatten(0, 1)
-    sum(dense(stock, rows, labels_of(rows))[0] / len(ids) for rows in ids).backward()
-    return {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
-
-
-def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative to the largest entry of all."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    largest = max(float(value.abs().max()) for value in expected.values())
-    return max(float((found[name] - value).abs().max()) for name, value in expected.items()) / largest
+    return gradients(stock, sum(dense(stock, rows, labels_of(rows))[0] / len(ids) for rows in ids))
 
 
 def gradient_error(kind: str, architecture: str, tied: bool, recompute: bool = False) -> float:

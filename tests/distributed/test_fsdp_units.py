@@ -24,8 +24,9 @@ import mcore_entropy as me
 from mcore_entropy.adapters.fsdp import set_prefetch, wrap_fsdp1, wrap_fsdp2
 from mcore_entropy.adapters.fsdp_units import Units
 from mcore_entropy.adapters.huggingface import swap_lm_head
+from tests.adapters.dense import largest_error
 from tests.adapters.tiny_models import VOCABULARY, tiny_model
-from tests.distributed.test_fsdp import full_gradients, largest_error, without_sync
+from tests.distributed.test_fsdp import full_gradients, without_sync
 from tests.ranks import run_ranks
 
 RANKS, MICRO_BATCHES, LAYERS = 2, 2, 2

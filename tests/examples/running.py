@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,3 +33,19 @@ def run_example(
         text=True,
         timeout=240,
     )
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """What a run left in metrics.jsonl, a step each."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_learns(steps: list[dict[str, float]], *, iterations: int, vocabulary: int) -> None:
+    """Loss and entropy start at ln V, where every token is equally likely, and fall."""
+    assert [step["iteration"] for step in steps] == list(range(1, iterations + 1))
+    uniform = math.log(vocabulary)
+    assert all(0 < step["entropy"] <= uniform for step in steps)
+    assert steps[0]["loss"] == pytest.approx(uniform, abs=0.3)
+    assert steps[0]["entropy"] == pytest.approx(uniform, abs=0.1)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert steps[-1]["entropy"] < steps[0]["entropy"] - 0.1
