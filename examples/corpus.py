@@ -53,6 +53,14 @@ class Corpus:
             yield self.tokens[chosen[:, None] * seq_length + offsets].long()
 
 
+def check_vocab_size(args: argparse.Namespace) -> None:
+    """Raises `UserMistake` for a --vocab-size that a byte-level tokenizer cannot have."""
+    if args.vocab_size < 257:
+        raise UserMistake(
+            f"--vocab-size {args.vocab_size} is too small: 256 bytes and the end of text need 257."
+        )
+
+
 def load_for_all(args: argparse.Namespace, world: World) -> Corpus:
     """Rank 0 reads and tokenizes, and the others are sent the tokens: no file system has to be shared."""
 

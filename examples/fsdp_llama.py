@@ -84,31 +84,22 @@ def parse_arguments(world: World) -> argparse.Namespace:
 
 def check_arguments(args: argparse.Namespace, world: World) -> None:
     """Finds what is wrong before anything slow happens, and sets the sizes that follow from others."""
+    launch.check_counts(args)
     for name, value in vars(args).items():
-        option = f"--{name.replace('_', '-')}"
-        if type(value) is int and name not in ("seed", "lr_warmup_iters") and value < 1:
-            raise UserMistake(f"{option} must be at least 1, not {value}.")
         if type(value) is float and not math.isfinite(value):
-            raise UserMistake(f"{option} must be a finite number, not {value}.")
-    for name in ("max_data_mib", "lr", "clip_grad"):
-        if getattr(args, name) <= 0:
-            raise UserMistake(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name):g}.")
+            raise UserMistake(f"{launch.option(name)} must be a finite number, not {value}.")
+    launch.check_above_zero(args, "max_data_mib", "lr", "clip_grad")
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
     args.intermediate_size = args.intermediate_size or 32 * math.ceil(args.hidden_size / 12)
     micro_batch_each = args.micro_batch_size * world.size
     args.global_batch_size = args.global_batch_size or 2 * micro_batch_each
-    for name, divisor, why in (
+    launch.check_multiples(
+        args,
         ("hidden_size", 2 * args.num_attention_heads, "twice --num-attention-heads (rotary halves)"),
         ("num_attention_heads", args.num_key_value_heads, "--num-key-value-heads"),
         ("global_batch_size", micro_batch_each, "--micro-batch-size x number of processes"),
-    ):
-        if getattr(args, name) % divisor:
-            option = f"--{name.replace('_', '-')}"
-            raise UserMistake(f"{option} {getattr(args, name)} is not a multiple of {divisor}, {why}.")
-    if args.vocab_size < 257:
-        raise UserMistake(
-            f"--vocab-size {args.vocab_size} is too small: 256 bytes and the end of text need 257."
-        )
+    )
+    corpus.check_vocab_size(args)
 
 
 def main(world: World) -> int:

@@ -127,6 +127,32 @@ def megatron(world: World, tensor_model_parallel_size: int, seed: int) -> Iterat
             parallel_state.destroy_model_parallel()
 
 
+def option(name: str) -> str:
+    """How the argument `name` is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Raises `UserMistake` for a whole number below 1 that is no seed and no warm-up."""
+    for name, value in vars(args).items():
+        if type(value) is int and name not in ("seed", "lr_warmup_iters") and value < 1:
+            raise UserMistake(f"{option(name)} must be at least 1, not {value}.")
+
+
+def check_above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Raises `UserMistake` for an argument of these names that is 0 or less."""
+    for name in names:
+        if getattr(args, name) <= 0:
+            raise UserMistake(f"{option(name)} must be above 0, not {getattr(args, name):g}.")
+
+
+def check_multiples(args: argparse.Namespace, *rules: tuple[str, int, str]) -> None:
+    """Raises `UserMistake` for an argument that is not a multiple of a rule's divisor, with the reason."""
+    for name, divisor, why in rules:
+        if getattr(args, name) % divisor:
+            raise UserMistake(f"{option(name)} {getattr(args, name)} is not a multiple of {divisor}, {why}.")
+
+
 def check_packages(packages: Mapping[str, str]) -> None:
     """Raises `UserMistake` unless these modules, the keys, can be imported; the values install them."""
     missing = [package for module, package in packages.items() if find_spec(module) is None]

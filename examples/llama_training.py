@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import llama
+import loop
 import report
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ import transformers
 from corpus import END_OF_TEXT_ID, Corpus
 from launch import World
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mcore_entropy import EntropyConfig
 from mcore_entropy.adapters.huggingface import swap_lm_head
@@ -142,17 +142,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     world.say(*describe(args, world, trainer.parameters), f"Text: {text.summary}")
 
     steps: list[Step] = []
-    progress = tqdm(
-        text.batches(
-            seq_length=args.seq_length,
-            batch_size=args.global_batch_size,
-            seed=args.seed,
-            iterations=args.train_iters,
-        ),
-        total=args.train_iters,
-        unit="step",
-        disable=None if world.rank == 0 else True,  # None: shown on a terminal, log lines elsewhere
-    )
+    progress = loop.batches(text, args, world)
     for iteration, rows in enumerate(progress, start=1):
         start = time.perf_counter()
         compare = bool(args.compare_stock) and (iteration == 1 or iteration % args.compare_stock == 0)
@@ -167,12 +157,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
         steps.append(
             Step(iteration, means.loss, means.entropy, learning_rate, means.tokens, seconds, gradient_norm)
         )
-        progress.set_postfix_str(f"loss {means.loss:.3f}, entropy {means.entropy:.3f} nats", refresh=False)
-        if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, args.train_iters)):
-            world.say(
-                f"iteration {iteration:{len(str(args.train_iters))}}/{args.train_iters} | "
-                f"loss {means.loss:.4f} | entropy {means.entropy:.4f} nats"
-            )
+        loop.show(steps[-1], progress, args, world, loss_name="loss")
     progress.close()
 
     if world.rank == 0:
@@ -181,13 +166,8 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     checkpoint = llama.save_checkpoint(model, text, world, args)
     if args.compare_stock:
         world.say(trainer.verdict())
-    last = steps[-10:]
-    loss, entropy = (math.fsum(getattr(s, name) for s in last) / len(last) for name in ("loss", "entropy"))
     world.say(
-        f"Loss {steps[0].loss:.2f} -> {loss:.2f}, entropy {steps[0].entropy:.2f} -> {entropy:.2f} nats a "
-        f"token (last {len(last)} iterations); ln V = {math.log(args.vocab_size):.2f}.",
-        f"Plot: {args.save / 'plot.png'} (both curves start at ln V, every token equally likely, and fall); "
-        f"numbers: {args.save / 'metrics.jsonl'}",
+        *loop.last_words(steps, args),
         f"Checkpoint, model and tokenizer: LlamaForCausalLM.from_pretrained({str(checkpoint)!r})",
     )
     return 0 if trainer.agrees() else 1

@@ -76,13 +76,8 @@ def parse_arguments(world: World) -> argparse.Namespace:
 
 def check_arguments(args: argparse.Namespace, world: World) -> None:
     """Finds what is wrong before anything slow happens, and sets the sizes that follow from others."""
-    for name, value in vars(args).items():
-        if type(value) is int and name not in ("seed", "lr_warmup_iters") and value < 1:
-            raise UserMistake(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
-    if args.max_data_mib <= 0:
-        raise UserMistake(f"--max-data-mib must be above 0, not {args.max_data_mib:g}.")
-    if args.lr <= 0:
-        raise UserMistake(f"--lr must be above 0, not {args.lr:g}.")
+    launch.check_counts(args)
+    launch.check_above_zero(args, "max_data_mib", "lr")
     tp = args.tensor_model_parallel_size
     if world.size % tp:
         raise UserMistake(
@@ -94,20 +89,15 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
     args.data_parallel_size = world.size // tp
     one_micro_batch_each = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or one_micro_batch_each
-    for name, divisor, why in (
+    launch.check_multiples(
+        args,
         ("vocab_size", tp, "the tensor-parallel size"),
         ("num_attention_heads", tp, "the tensor-parallel size"),
         ("seq_length", tp if args.sequence_parallel else 1, "the tensor-parallel size"),
         ("hidden_size", 2 * args.num_attention_heads, "twice --num-attention-heads (rotary halves)"),
         ("global_batch_size", one_micro_batch_each, "--micro-batch-size x data-parallel size"),
-    ):
-        if getattr(args, name) % divisor:
-            option = f"--{name.replace('_', '-')}"
-            raise UserMistake(f"{option} {getattr(args, name)} is not a multiple of {divisor}, {why}.")
-    if args.vocab_size < 257:
-        raise UserMistake(
-            f"--vocab-size {args.vocab_size} is too small: 256 bytes and the end of text need 257."
-        )
+    )
+    corpus.check_vocab_size(args)
 
 
 def main(world: World) -> int:

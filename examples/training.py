@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import gpt as megatron_gpt
+import loop
 import report
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from tqdm import tqdm
 
 from mcore_entropy import EntropyConfig, swap_output_layer
 from mcore_entropy.megatron.loss import EntropyLoss
@@ -82,17 +81,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     world.say(*describe(args, world, megatron_gpt.parameter_count(gpt)), f"Text: {text.summary}")
 
     steps: list[report.Step] = []
-    progress = tqdm(
-        text.batches(
-            seq_length=args.seq_length,
-            batch_size=args.global_batch_size,
-            seed=args.seed,
-            iterations=args.train_iters,
-        ),
-        total=args.train_iters,
-        unit="step",
-        disable=None if world.rank == 0 else True,  # None: shown on a terminal, log lines elsewhere
-    )
+    progress = loop.batches(text, args, world)
     for iteration, rows in enumerate(progress, start=1):
         start = time.perf_counter()
         micro_batches = [
@@ -108,12 +97,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
         learning_rate = max(group["lr"] for group in optimizer.param_groups)
         seconds = time.perf_counter() - start
         steps.append(report.Step(iteration, sums.loss, sums.entropy, learning_rate, sums.tokens, seconds))
-        progress.set_postfix_str(f"loss {sums.loss:.3f}, entropy {sums.entropy:.3f} nats", refresh=False)
-        if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, args.train_iters)):
-            world.say(
-                f"iteration {iteration:{len(str(args.train_iters))}}/{args.train_iters} | "
-                f"lm loss {sums.loss:.4f} | entropy {sums.entropy:.4f} nats"
-            )
+        loop.show(steps[-1], progress, args, world, loss_name="lm loss")
     progress.close()
 
     if world.rank == 0:
@@ -123,13 +107,8 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     checkpoint = megatron_gpt.save_checkpoint(gpt, world, args)
     if comparison is not None:
         world.say(*comparison.report())
-    last = steps[-10:]
-    loss, entropy = (math.fsum(getattr(s, name) for s in last) / len(last) for name in ("loss", "entropy"))
     world.say(
-        f"Loss {steps[0].loss:.2f} -> {loss:.2f}, entropy {steps[0].entropy:.2f} -> {entropy:.2f} nats a "
-        f"token (last {len(last)} iterations); ln V = {math.log(args.vocab_size):.2f}.",
-        f"Plot: {args.save / 'plot.png'} (both curves start at ln V, every token equally likely, and fall); "
-        f"numbers: {args.save / 'metrics.jsonl'}",
+        *loop.last_words(steps, args),
         f"Checkpoint (torch_dist): {checkpoint}; tokenizer: {args.save / 'tokenizer.json'}",
     )
     return 0 if comparison is None or comparison.passed() else 1

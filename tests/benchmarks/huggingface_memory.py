@@ -6,8 +6,7 @@ python -m tests.benchmarks.huggingface_memory        # Qwen2.5-0.5B's shapes, 16
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from mcore_entropy import EntropyConfig
 from mcore_entropy.adapters.huggingface import swap_lm_head
+from tests.benchmarks.training_step import measure
 
 
 def build(args: argparse.Namespace) -> Any:
@@ -57,28 +57,6 @@ def ours(model: Any, ids: Tensor) -> Tensor:
     return output.loss - 0.01 * output.entropy[:, :-1].mean()
 
 
-def measure(step: Any, model: Any, ids: Tensor, rounds: int) -> tuple[float, float, float]:
-    """Loss, peak GiB beside weights and gradients (0 on a CPU), median seconds."""
-    on_gpu = ids.device.type == "cuda"
-    step(model, ids).backward()
-    before = 0
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        loss = step(model, ids)
-        loss.backward()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-    return float(loss.detach()), peak / 2**30, statistics.median(seconds)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
@@ -95,9 +73,11 @@ def main() -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}; {args}")
     print("| head | loss | peak GiB beside weights and gradients | seconds |\n|---|---|---|---|")
     for name, step in (("stock, loss alone", loss_alone), ("stock, log_softmax", stock_and_entropy)):
-        print("| {} | {:.4f} | {:.2f} | {:.3f} |".format(name, *measure(step, model, ids, args.rounds)))
+        print(
+            "| {} | {:.4f} | {:.2f} | {:.3f} |".format(name, *measure(partial(step, model, ids), args.rounds))
+        )
     swap_lm_head(model, EntropyConfig())
-    print("| swapped | {:.4f} | {:.2f} | {:.3f} |".format(*measure(ours, model, ids, args.rounds)))
+    print("| swapped | {:.4f} | {:.2f} | {:.3f} |".format(*measure(partial(ours, model, ids), args.rounds)))
 
 
 if __name__ == "__main__":

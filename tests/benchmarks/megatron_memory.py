@@ -6,9 +6,6 @@ torchrun --nproc-per-node 1 -m tests.benchmarks.megatron_memory     # ranks are 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy import EntropyConfig, Execution, swap_output_layer
+from tests.benchmarks.training_step import Losses, measure
 from tests.gpu.gpt import GPT, HAS_TRANSFORMER_ENGINE, build, causal_mask, make_text, model_parallel
-
-Losses = Callable[[], Tensor]  # a step's loss, a number with a graph
 
 
 class Step:
@@ -46,22 +42,6 @@ class Step:
     def ours(self) -> Tensor:
         output = self.model(*self.inputs, labels=self.labels)
         return -output.log_probs.mean() + 0 * output.entropy.mean()
-
-    def measure(self, losses: Losses, rounds: int) -> tuple[float, float, float]:
-        """Loss, peak GiB beyond what there is before the step, and median seconds."""
-        losses().backward()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        seconds = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            loss = losses()
-            loss.backward()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return loss.item(), (torch.cuda.max_memory_allocated() - before) / 2**30, statistics.median(seconds)
 
 
 def main() -> None:
@@ -94,7 +74,7 @@ def main() -> None:
 
     def measured(name: str, losses: Losses) -> None:
         try:
-            rows.append((name, step.measure(losses, given.rounds)))
+            rows.append((name, measure(losses, given.rounds)))
         except torch.OutOfMemoryError:
             rows.append((name, "out of memory"))
 
