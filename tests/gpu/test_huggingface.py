@@ -76,7 +76,9 @@ def test_fsdp2_on_one_gpu() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = tiny_model("LlamaForCausalLM", **SIZES_OF_LLAMA).cuda()
-        plain = copy.deepcopy(model).to(torch.bfloat16)
+        plain = copy.deepcopy(model)
+        for parameter in plain.parameters():  # FSDP leaves the rotary frequencies, a buffer, in fp32
+            parameter.data = parameter.data.bfloat16()
         for m in (model, plain):
             swap_lm_head(m, me.EntropyConfig())
         wrap_fsdp2(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
