@@ -13,7 +13,9 @@ class Execution:
 
     Args:
         backend: ``"auto"`` chooses by the tensor's device and dtype: ``"triton"`` on an NVIDIA GPU of compute
-            capability 8.0 or newer, ``"torch"`` otherwise and for fp64. A name insists on that backend.
+            capability 8.0 or newer, ``"npu"`` on an Ascend NPU, ``"torch"`` otherwise and for fp64. A name
+            insists on that backend. ``"npu_fused"`` has Ascend's operator ``npu_cross_entropy_loss`` compute
+            the softmax of each tile in forward.
         workspace_mib: bound in MiB on the tiles of logits, or of their gradient, that exist at once, whatever
             the number of tokens and the vocabulary; None is 256, on the CPU 12, in the backward of a
             half-precision head on Triton up to 512 together with hidden's sum. On top comes an fp32 sum for

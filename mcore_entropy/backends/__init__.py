@@ -9,17 +9,20 @@ import os
 import torch
 
 from mcore_entropy.backends.interface import Backend
+from mcore_entropy.backends.npu import FusedNpuBackend, NpuBackend
 from mcore_entropy.backends.pytorch import TorchBackend
 from mcore_entropy.execution import Execution
 
-_NAMES = ("torch", "triton")
+_NAMES = ("torch", "triton", "npu", "npu_fused")
 _LOWEST_CAPABILITY = (8, 0)
 
 
 def select(execution: Execution, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend that `execution` asks for, for tensors of a device and dtype.
 
-    ``"auto"`` is triton where it can run (`why_not_triton`), otherwise torch.
+    ``"auto"`` is npu on an Ascend NPU, else triton where it can run (`why_not_triton`), otherwise torch.
+    An NPU is known by its tensors' device type: under torch-npu's ``transfer_to_npu``, ``Tensor.is_cuda`` is
+    true there too.
 
     Raises:
         ValueError: execution names an unknown backend, or asks for what the chosen one cannot do.
@@ -28,7 +31,11 @@ def select(execution: Execution, device: torch.device, dtype: torch.dtype) -> Ba
     if name not in ("auto", *_NAMES):
         raise ValueError(f"execution.backend: expected 'auto' or one of {list(_NAMES)}, got {name!r}")
     backend: Backend = TorchBackend()
-    if name != "torch":
+    if name == "npu" or (name == "auto" and device.type == "npu"):
+        backend = NpuBackend()
+    elif name == "npu_fused":
+        backend = FusedNpuBackend()
+    elif name != "torch":
         obstacle = why_not_triton(device, dtype)
         if obstacle is None:
             backend = _triton_backend()

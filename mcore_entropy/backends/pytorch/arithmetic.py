@@ -54,12 +54,7 @@ def tile_statistics_(z: Tensor, target: Tensor | None, wanted: Wanted) -> Partia
     tokens, columns = z.shape
     if columns == 0:
         return PartialStatistics.empty(tokens, wanted, like=z)
-    target_logit = None
-    if wanted.target:
-        assert target is not None
-        inside = (target >= 0) & (target < columns)
-        column = torch.where(inside, target, 0)
-        target_logit = torch.where(inside, z.gather(1, column.unsqueeze(1)).squeeze(1), 0.0)
+    target_logit = target_logit_of(z, target) if wanted.target else None
     maximum = z.amax(1)
     # A tile that is -inf everywhere: subtract 0, since -inf - (-inf) would be NaN.
     difference = z.sub_(torch.where(maximum == -math.inf, 0.0, maximum).unsqueeze(1))
@@ -74,6 +69,14 @@ def tile_statistics_(z: Tensor, target: Tensor | None, wanted: Wanted) -> Partia
         # Last, since it overwrites the differences.
         centred_squared=torch.linalg.vecdot(exp, difference.square_()) if wanted.centred_squared else None,
     )
+
+
+def target_logit_of(z: Tensor, target: Tensor | None) -> Tensor:
+    """[n]; 0 where the target is not in this tile, as in `tile_statistics_`."""
+    assert target is not None
+    inside = (target >= 0) & (target < z.shape[1])
+    column = torch.where(inside, target, 0)
+    return torch.where(inside, z.gather(1, column.unsqueeze(1)).squeeze(1), 0.0)
 
 
 def tile_gradient_(

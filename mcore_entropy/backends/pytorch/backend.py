@@ -73,11 +73,12 @@ class TorchBackend:
     """See `mcore_entropy.backends.interface.Backend`."""
 
     name = "torch"
+    tile_statistics = staticmethod(tile_statistics_)  # the sums of one tile of scaled logits
 
     def check(self, execution: Execution, dtype: torch.dtype) -> None:
         if execution.logits_budget_mib != 0:
             raise ValueError(
-                "execution.logits_budget_mib: expected 0 on the torch backend, which always computes "
+                f"execution.logits_budget_mib: expected 0 on the {self.name} backend, which always computes "
                 f"logits again in backward, got {execution.logits_budget_mib}"
             )
 
@@ -94,7 +95,7 @@ class TorchBackend:
         for rows, tile in _row_tiles(logits, tokens, execution):
             block = inputs.block(rows)
             z = scale_logits_(tile, block.transform, block.temperature)
-            parts.append(tile_statistics_(z, block.target, wanted))
+            parts.append(self.tile_statistics(z, block.target, wanted))
         return PartialStatistics.concatenated(parts)
 
     def logits_gradient(
@@ -132,7 +133,7 @@ class TorchBackend:
                 z = scale_logits_(
                     _logits(hidden[rows], weight, bias, columns), block.transform, block.temperature
                 )
-                total = total.merge(tile_statistics_(z, block.target_from(columns.start), wanted))
+                total = total.merge(self.tile_statistics(z, block.target_from(columns.start), wanted))
             parts.append(total)
         return PartialStatistics.concatenated(parts)
 
