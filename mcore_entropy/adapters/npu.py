@@ -123,16 +123,11 @@ def main(arguments: list[str] | None = None) -> int:
     results = run_checks(torch.device(args.device))
     for result in results:
         print(result.line())
-    args.report.write_text(
-        json.dumps({"found": asdict(here), "checks": [asdict(result) for result in results]}, indent=2)
-        + "\n",
-        encoding="utf-8",
-    )
-    failed = [result for result in results if not result.passed]
-    print(
-        f"{len(results) - len(failed)} of {len(results)} checks passed. Please send {args.report} to the project."
-    )
-    return 1 if failed else 0
+    report = {"found": asdict(here), "checks": [asdict(result) for result in results]}
+    args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    passed = sum(result.passed for result in results)
+    print(f"{passed} of {len(results)} checks passed. Please send {args.report} to the project.")
+    return 0 if passed == len(results) else 1
 
 
 if __name__ == "__main__":

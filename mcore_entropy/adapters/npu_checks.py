@@ -138,8 +138,8 @@ class _Logits(_Case):
         return inputs[0]
 
     def ours(self, inputs: list[Tensor], **keywords: Any) -> me.TokenStatistics:
-        target = self._target.to(self._device)
-        return me.vocab_parallel_log_probs_and_entropy(*inputs, target, **keywords)
+        (logits,) = inputs
+        return me.vocab_parallel_log_probs_and_entropy(logits, self._target.to(self._device), **keywords)
 
     def banned_error(self) -> tuple[float, float]:
         """Log-prob and entropy where one token alone is left: 0, and nothing that is not a number."""
