@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter test compat demo demo-fsdp benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter npu test compat demo demo-fsdp benchmark megatron-lm format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -53,7 +53,14 @@ interpreter: $(STAMP) ## the Triton backend's tests in Triton's interpreter, on 
 	    tests/unit/test_linear_rows.py tests/unit/test_logits.py tests/unit/test_logits_rows.py \
 	    -m "not uninterpreted" -k "not float64" -W ignore::RuntimeWarning:triton $(ARGS)
 
-test: lint types pytest interpreter ## lint, types and all tests
+# The correctness grid through the npu backend, with a stand-in for Ascend's operator on the CPU.
+npu: $(STAMP) ## the npu backend on the correctness grid, one rank and several
+	MCORE_ENTROPY_TEST_BACKEND=npu_fused $(BIN)/python -m pytest tests/unit/test_linear.py \
+	    tests/unit/test_linear_rows.py tests/unit/test_logits.py tests/unit/test_logits_rows.py \
+	    tests/distributed/test_parity.py tests/distributed/test_collectives.py tests/distributed/test_errors.py \
+	    -k "not float64" $(ARGS)
+
+test: lint types pytest interpreter npu ## lint, types and all tests
 
 # It makes its own environments, a small one for each version: docs/compatibility.md.
 compat: ## the Megatron tests on every supported megatron-core: make compat ARGS='0.13.1 -k swap'

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import as_backend
+
 GPU_FOLDER = Path(__file__).parent / "gpu"
 
 
 def pytest_configure() -> None:
     # The tensors are small: a second thread gains little, and waits for ever where cores are busy.
     torch.set_num_threads(1)
+    as_backend.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

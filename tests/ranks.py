@@ -38,6 +38,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import as_backend
 from tests.conftest import poisoned_buffers
 
 _START_TIMEOUT = 120.0  # seconds for processes to import torch and to meet
@@ -184,6 +185,7 @@ def _worker(rank: int, world_size: int, port: int, pipe: connection.Connection, 
         faulthandler.register(signal.SIGUSR1, file=stacks)  # sent by `_Pool._where`
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
         torch.set_num_threads(1)
+        as_backend.install()
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
         pipe.send_bytes(pickle.dumps(("returned", None, "")))
         for number in itertools.count():
