@@ -38,9 +38,10 @@ def entropy_from_logits(logits: Tensor, *, mask: Tensor | None = None) -> Tensor
 def entropy_from_logits_with_chunking(
     logits: Tensor, chunk_size: int = 2048, *, mask: Tensor | None = None
 ) -> Tensor:
-    """`entropy_from_logits`, `chunk_size` tokens at a time.
+    """`entropy_from_logits`, at most `chunk_size` tokens at a time.
 
-    The tokens are cut whatever the layout, [b, s, V] across sequences too.
+    The tokens are cut whatever the layout, [b, s, V] across sequences too. Memory hardly depends on it: the
+    tiles are bounded without it, and a forward without a mask takes all tokens in one pass.
     """
     return _entropy(logits, mask, checked_chunk_size(chunk_size, default=2048))
 
