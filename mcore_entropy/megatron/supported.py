@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_entropy.config import EntropyConfig
+from mcore_entropy.megatron.mindspeed import check_import_order  # before Megatron: it looks who came first
 
 try:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
@@ -72,6 +73,7 @@ def name_of_head_caller(model: Any) -> str:
 
 def check_model(model: Any, config: EntropyConfig) -> None:
     """Raise ValueError, naming the reason, for a model that cannot be swapped with this config."""
+    check_import_order()
     for method in (name_of_head_caller(model), "compute_language_model_loss", "_scale_logits"):
         if method in vars(model):
             raise ValueError(
@@ -105,7 +107,11 @@ def _captures_whole_iterations(model_config: Any) -> bool:
 
 
 def check_call(model: Any, inference_context: Any) -> None:
-    """Raise ValueError for labels where only the last token of each request would reach the head."""
+    """Raise ValueError for labels where only the last token of each request would reach the head.
+
+    And if MindSpeed came after the swap.
+    """
+    check_import_order()
     keeps_last = any(
         getattr(owner, "materialize_only_last_token_logits", False)
         for owner in (inference_context, getattr(inference_context, "config", None))
