@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +14,6 @@ from mcore_entropy.backends.npu import FusedNpuBackend, NpuBackend
 from mcore_entropy.backends.pytorch import TorchBackend
 from mcore_entropy.execution import Execution
 
-_NAMES = ("torch", "triton", "npu", "npu_fused")
 _LOWEST_CAPABILITY = (8, 0)
 
 
@@ -28,21 +28,21 @@ def select(execution: Execution, device: torch.device, dtype: torch.dtype) -> Ba
         ValueError: execution names an unknown backend, or asks for what the chosen one cannot do.
     """
     name = execution.backend
-    if name not in ("auto", *_NAMES):
-        raise ValueError(f"execution.backend: expected 'auto' or one of {list(_NAMES)}, got {name!r}")
-    backend: Backend = TorchBackend()
-    if name == "npu" or (name == "auto" and device.type == "npu"):
-        backend = NpuBackend()
-    elif name == "npu_fused":
-        backend = FusedNpuBackend()
-    elif name != "torch":
-        obstacle = why_not_triton(device, dtype)
-        if obstacle is None:
-            backend = _triton_backend()
-        elif name == "triton":
-            raise ValueError(f"execution.backend: 'triton' cannot run here: {obstacle}")
+    if name not in ("auto", *_BACKENDS):
+        raise ValueError(f"execution.backend: expected 'auto' or one of {list(_BACKENDS)}, got {name!r}")
+    if name == "auto":
+        name = _chosen(device, dtype)
+    elif name == "triton" and (obstacle := why_not_triton(device, dtype)) is not None:
+        raise ValueError(f"execution.backend: 'triton' cannot run here: {obstacle}")
+    backend = _BACKENDS[name]()
     backend.check(execution, dtype)
     return backend
+
+
+def _chosen(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "npu":
+        return "npu"
+    return "torch" if why_not_triton(device, dtype) is not None else "triton"
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -67,3 +67,11 @@ def _triton_backend() -> Backend:
     from mcore_entropy.backends.triton.backend import TritonBackend
 
     return TritonBackend()
+
+
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "torch": TorchBackend,
+    "triton": _triton_backend,
+    "npu": NpuBackend,
+    "npu_fused": FusedNpuBackend,
+}

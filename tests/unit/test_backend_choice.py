@@ -49,7 +49,7 @@ def test_fp64_is_torchs() -> None:
 
 
 def test_unknown() -> None:
-    with pytest.raises(ValueError, match=r"'auto' or one of \['torch', 'triton'\], got 'cuda'"):
+    with pytest.raises(ValueError, match=r"'auto' or one of \['torch', 'triton', 'npu', .*, got 'cuda'"):
         backends.select(me.Execution(backend="cuda"), CPU, torch.float32)
 
 
