@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from mcore_entropy.backends.npu.cross_entropy import why_not_fused
+from mcore_entropy.self_check import run_checks
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Found:
     settings: dict[str, str]
 
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SETTINGS = (
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "ASCEND_HOME_PATH",
@@ -118,9 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "npu" and not here.usable:
         print("There is no NPU to check; --device cpu rehearses the checks.")
         return 1
-    from mcore_entropy.adapters.npu_checks import run_checks
-
-    results = run_checks(torch.device(args.device))
+    backends = ["npu"] if why_not_fused() else ["npu", "npu_fused"]
+    results = run_checks(torch.device(args.device), backends, _DTYPES, runs=20)
     for result in results:
         print(result.line())
     report = {"found": asdict(here), "checks": [asdict(result) for result in results]}

@@ -1,4 +1,4 @@
-"""Checks of the backends on a device, against dense fp64 on the CPU; each is a few lines of a report.
+"""Checks of the backends on a device, against dense fp64 on the CPU; each is a line of a report.
 
 N tokens, V vocabulary, H hidden size.
 """
@@ -6,15 +6,15 @@ N tokens, V vocabulary, H hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import mcore_entropy as me
-from mcore_entropy.backends.npu.cross_entropy import why_not_fused
 
 _TOKENS, _COLUMNS, _WIDTH = 96, 4099, 64
 # The largest error allowed, as a share of the largest number; fp32 statistics whatever the input's dtype, but
@@ -35,33 +35,44 @@ class Result:
         return f"{'ok    ' if self.passed else 'FAILED'}  {self.name}: {self.detail}"
 
 
-def run_checks(device: torch.device) -> list[Result]:
-    """All checks on `device`; a check that raises has failed, and the others go on."""
+def run_checks(
+    device: torch.device, backends: Sequence[str], dtypes: Sequence[torch.dtype], runs: int
+) -> list[Result]:
+    """All checks on `device`; a check that raises has failed, and the others go on.
+
+    Args:
+        backends: names for `Execution`, each checked by itself.
+        dtypes: fp32, fp16, bf16.
+        runs: how often the same call must give the same bits.
+    """
     results = []
-    for name, check in _checks(device):
-        try:
-            error, allowed = check()
-            results.append(Result(name, error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}"))
-        except Exception as problem:  # whatever the device makes of it belongs into the report
-            results.append(Result(name, False, f"{type(problem).__name__}: {problem}"))
+    for backend, dtype in itertools.product(backends, dtypes):
+        kind = f"{backend}, {str(dtype).removeprefix('torch.')}"
+        for name, check in _checks(device, dtype, me.Execution(backend=backend), runs):
+            try:
+                error, allowed = check()
+                result = Result(
+                    f"{kind}, {name}", error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}"
+                )
+            except Exception as problem:  # whatever the device makes of it belongs into the report
+                result = Result(f"{kind}, {name}", False, f"{type(problem).__name__}: {problem}")
+            results.append(result)
     return results
 
 
 Check = Callable[[], tuple[float, float]]
 
 
-def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
+def _checks(
+    device: torch.device, dtype: torch.dtype, execution: me.Execution, runs: int
+) -> Iterator[tuple[str, Check]]:
     """Pairs of a name and a check that gives its error and what is allowed."""
-    backends = ["npu"] if why_not_fused() else ["npu", "npu_fused"]
-    for backend, dtype in itertools.product(backends, _GRADIENTS):
-        kind = f"{backend}, {str(dtype).removeprefix('torch.')}"
-        for form in (_Logits, _Head):
-            case = form(device, dtype, me.Execution(backend=backend))
-            yield f"{kind}, {case.name}: values", case.value_error
-            yield f"{kind}, {case.name}: gradients", case.gradient_error
-            yield f"{kind}, {case.name}: the same bits in 20 runs", case.different_runs
-        case = _Logits(device, dtype, me.Execution(backend=backend))
-        yield f"{kind}, a row of -inf but one", case.banned_error
+    for form in (_Logits, _Head):
+        case = form(device, dtype, execution)
+        yield f"{case.name}: values", case.value_error
+        yield f"{case.name}: gradients", case.gradient_error
+        yield f"{case.name}: the same bits in {runs} runs", partial(case.different_runs, runs)
+    yield "a row of -inf but one", _Logits(device, dtype, execution).banned_error
 
 
 class _Case:
@@ -117,11 +128,11 @@ class _Case:
         pairs = zip(self._found()[1], self._truth()[1], strict=True)
         return max(_error(found, truth) for found, truth in pairs), _GRADIENTS[self._dtype]
 
-    def different_runs(self) -> tuple[float, float]:
-        """How many of 20 runs have other bits than the first; none may."""
+    def different_runs(self, runs: int) -> tuple[float, float]:
+        """How many of the runs have other bits than the first; none may."""
         first = self._found()
         different = 0
-        for _ in range(20):
+        for _ in range(runs):
             values, gradients = self._found()
             same = torch.equal(values, first[0]) and all(map(torch.equal, gradients, first[1]))
             different += not same
