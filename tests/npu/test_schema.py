@@ -1,7 +1,7 @@
 """The stand-in's schema is the operator's, as torch-npu's library has it; the library need not be loadable.
 
 Without torch-npu installed: pip download --no-deps torch-npu, unzip the wheel, and name the folder in
-MCORE_ENTROPY_TORCH_NPU.
+MCORE_ENTROPY_TEST_TORCH_NPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.npu.operator import NAME, SCHEMA
 
 
 def library() -> Path | None:
-    unpacked = os.environ.get("MCORE_ENTROPY_TORCH_NPU")
+    unpacked = os.environ.get("MCORE_ENTROPY_TEST_TORCH_NPU")
     if unpacked is not None:
         return Path(unpacked) / "torch_npu/lib/libtorch_npu.so"
     try:
@@ -26,7 +26,7 @@ def library() -> Path | None:
         return None
 
 
-@pytest.mark.skipif(library() is None, reason="needs torch-npu, or MCORE_ENTROPY_TORCH_NPU")
+@pytest.mark.skipif(library() is None, reason="needs torch-npu, or MCORE_ENTROPY_TEST_TORCH_NPU")
 def test_schema() -> None:
     path = library()
     assert path is not None
