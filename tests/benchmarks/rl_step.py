@@ -1,0 +1,230 @@
+"""An RL update step and a log-prob pass of a whole model: time and peak memory of the heads that people use.
+
+python -m tests.benchmarks.rl_step --tokens 16384 32768        # Qwen2.5-0.5B's shapes, on a GPU
+python -m tests.benchmarks.rl_step --shape 7b --tokens 16384   # four layers of Qwen2.5-7B's
+
+The update is forward, loss = -(log_prob · advantage) - 0.01 · entropy, backward, with the layers
+checkpointed; the pass is the old policy's log-probs and entropy, without a graph. Every head sees the same
+tokens, first all of them, then with a mask that leaves the share --masked out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mcore_entropy import EntropyConfig
+from mcore_entropy.adapters.huggingface import swap_lm_head
+from mcore_entropy.swap_handle import SwapHandle
+from tests.benchmarks.timing import interleaved
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": dict(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "7b": dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=4,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+}
+CHUNK = 2048
+
+
+@dataclass
+class Batch:
+    """ids [b, s]; advantage [b, s - 1] in the places of the labels; counted, bool [b, s - 1]."""
+
+    ids: Tensor
+    advantage: Tensor
+    counted: Tensor
+
+
+Statistics = Callable[[Batch], tuple[Tensor, Tensor]]  # log-probs and entropy, [b, s - 1] both
+
+
+def eager(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What most loops do: fp32 log_softmax of all logits."""
+    log_p = model(input_ids=batch.ids).logits[:, :-1].float().log_softmax(-1)
+    return log_p.gather(-1, batch.ids[:, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _entropy_of_chunk(logits: Tensor) -> Tensor:
+    logits = logits.float()
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+def chunked(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probs by row, entropy by checkpointed chunks: the usual options against running out of memory."""
+    logits = model(input_ids=batch.ids).logits[:, :-1]
+    log_probs = [
+        row.float().log_softmax(-1).gather(-1, label[:, None])[:, 0]
+        for row, label in zip(logits, batch.ids[:, 1:], strict=True)
+    ]
+    chunks = logits.flatten(0, 1).split(CHUNK)
+    entropy = [checkpoint(_entropy_of_chunk, chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(log_probs), torch.cat(entropy).view(batch.counted.shape)
+
+
+def _dense(hidden: Tensor, weight: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    normalizer = logits.logsumexp(-1)
+    log_probs = logits.gather(-1, label[..., None]).squeeze(-1) - normalizer
+    return log_probs, normalizer - (logits.softmax(-1) * logits).sum(-1)
+
+
+_compiled_dense = torch.compile(_dense, dynamic=False)
+
+
+def compiled(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """torch.compile of the eager head."""
+    hidden = model.model(input_ids=batch.ids).last_hidden_state[:, :-1]
+    return _compiled_dense(hidden, model.lm_head.weight, batch.ids[:, 1:])
+
+
+def ours(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The swapped head, on every token."""
+    output = model(input_ids=batch.ids, labels=batch.ids)
+    return output.log_probs[:, :-1], output.entropy[:, :-1]
+
+
+def ours_masked(model: Any, handle: SwapHandle, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The swapped head, on the tokens that count."""
+    with handle.request(mask=torch.nn.functional.pad(batch.counted, (1, 0))):  # in the places of the labels
+        return ours(model, batch)
+
+
+def masked_after(statistics: Statistics) -> Statistics:
+    """What a head that knows no mask does with one: everything, then a choice."""
+
+    def chosen(batch: Batch) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = statistics(batch)
+        return log_probs.where(batch.counted, 0.0), entropy.where(batch.counted, 0.0)
+
+    return chosen
+
+
+def update(statistics: Statistics, batch: Batch) -> Tensor:
+    log_probs, entropy = statistics(batch)
+    loss = -(log_probs * batch.advantage).mean() - 0.01 * entropy.mean()
+    loss.backward()
+    return loss.detach()
+
+
+@torch.no_grad()
+def log_prob_pass(statistics: Statistics, batch: Batch) -> Tensor:
+    log_probs, entropy = statistics(batch)
+    return torch.stack((log_probs.mean(), entropy.mean()))
+
+
+def build(shape: str, device: str) -> Any:
+    config = transformers.Qwen2Config(
+        **SHAPES[shape], max_position_embeddings=32768, use_cache=False, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    model.train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def peak_gib(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """Its result, and the peak beyond what there was before; weights and gradients were."""
+    run()
+    if not torch.cuda.is_available():
+        return run(), 0.0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    return result, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def measure(batch: Batch, heads: dict[str, Statistics], rounds: int) -> None:
+    for what, step in (("update", update), ("log-prob pass", log_prob_pass)):
+        runs: dict[str, Callable[[], Tensor]] = {
+            name: partial(step, statistics, batch) for name, statistics in heads.items()
+        }
+        peaks = {name: peak_gib(run) for name, run in runs.items()}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            times = interleaved(dict(runs), rounds, at_least_ms=200.0)
+        else:
+            times = dict.fromkeys(runs, 0.0)
+        for name, (result, peak) in peaks.items():
+            numbers = " ".join(f"{number:.4f}" for number in result.flatten().tolist())
+            print(f"| {what} | {name} | {times[name]:.0f} | {peak:.2f} | {numbers} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--masked", type=float, default=0.6, help="share of the tokens that do not count")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    stock, swapped = build(args.shape, args.device), build(args.shape, args.device)
+    handle = swap_lm_head(swapped, EntropyConfig())
+    every_token: dict[str, Statistics] = {
+        "eager, fp32": partial(eager, stock),
+        "chunked + checkpoint": partial(chunked, stock),
+        "torch.compile": partial(compiled, stock),
+        "ours": partial(ours, swapped),
+    }
+    some_tokens: dict[str, Statistics] = {
+        "torch.compile": masked_after(partial(compiled, stock)),
+        "ours": partial(ours_masked, swapped, handle),
+        "ours, the mask unused": masked_after(partial(ours, swapped)),
+    }
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}; {args}")
+    for tokens in args.tokens:
+        shape = (tokens // args.sequence_length, args.sequence_length)
+        ids = torch.randint(0, stock.config.vocab_size, shape, device=args.device)
+        advantage = torch.randn(shape[0], shape[1] - 1, device=args.device)
+        counted = torch.rand_like(advantage) >= args.masked
+        torch._dynamo.reset()
+        print(f"\n{tokens} tokens, all of them\n\n| | head | ms | peak GiB | result |\n|---|---|---|---|---|")
+        measure(Batch(ids, advantage, torch.ones_like(counted)), every_token, args.rounds)
+        print(f"\n{tokens} tokens, {counted.float().mean():.1%} of them count\n")
+        measure(Batch(ids, advantage, counted), some_tokens, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
