@@ -21,6 +21,9 @@ except ImportError as error:
         "mcore_entropy's output layer needs Megatron-core: pip install megatron-core psutil"
     ) from error
 
+# What our layer derives from. MindSpeed rebinds the name above, as in every module, but nothing in a tuple.
+_DERIVED_FROM = (ColumnParallelLinear,)
+
 
 def check_switches(layer: ColumnParallelLinear) -> None:
     """Raise ValueError, naming it, for a switch of the layer or its config that statistics cannot honour."""
@@ -44,6 +47,12 @@ def check_switches(layer: ColumnParallelLinear) -> None:
 
 def check_head(layer: Any) -> None:
     """Raise ValueError, naming the reason, for an output layer whose job ours cannot do."""
+    if ColumnParallelLinear is not _DERIVED_FROM[0]:
+        raise ValueError(
+            "output_layer: expected the ColumnParallelLinear that our layer derives from, got a class that "
+            "has replaced it in Megatron since; what replaces it (MindSpeed's adaptor or its repatch) has to "
+            "run before mcore_entropy.megatron is imported"
+        )
     if type(layer) is not ColumnParallelLinear:
         raise ValueError(
             f"output_layer: expected Megatron's ColumnParallelLinear, got {type(layer).__module__}."

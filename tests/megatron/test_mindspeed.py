@@ -80,3 +80,31 @@ def test_mindspeed_afterwards(place: str, tmp_path: Path) -> None:
     assert done.returncode != 0
     expected = "ValueError: MindSpeed: expected mindspeed.megatron_adaptor to be imported before"
     assert expected in done.stderr
+
+
+# Replaces the class in every module that has it, as some of MindSpeed's features do, and MindSpeed's own
+# `repatch` after the adaptor was imported, or an adaptor of another name.
+REPLACED_CLASS = """
+import sys
+import megatron.core.tensor_parallel.layers as layers
+
+stock = layers.ColumnParallelLinear
+members = {name: member for name, member in vars(stock).items() if name not in ("__dict__", "__weakref__")}
+replacement = type("Replacement", stock.__bases__, members)
+for module in list(sys.modules.values()):
+    for name, value in list(getattr(module, "__dict__", {}).items()):
+        if value is stock and name != "stock":
+            setattr(module, name, replacement)
+"""
+
+
+def test_a_class_replaced_afterwards(tmp_path: Path) -> None:
+    done = run(tmp_path, first=f"{THEIRS}\n{OURS}", second=REPLACED_CLASS)
+    assert done.returncode != 0
+    assert "ValueError: output_layer: expected the ColumnParallelLinear that our layer derives" in done.stderr
+
+
+def test_a_class_replaced_before(tmp_path: Path) -> None:
+    done = run(tmp_path, first=f"{THEIRS}\n{REPLACED_CLASS}", second=OURS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["TokenStatistics", "Replacement"]
