@@ -37,27 +37,23 @@ class Result:
 
 def run_checks(
     device: torch.device, backends: Sequence[str], dtypes: Sequence[torch.dtype], runs: int
-) -> list[Result]:
-    """All checks on `device`; a check that raises has failed, and the others go on.
+) -> Iterator[Result]:
+    """All checks on `device`, each as it ends; one that raises has failed, and the others go on.
 
     Args:
         backends: names for `Execution`, each checked by itself.
         dtypes: fp32, fp16, bf16.
         runs: how often the same call must give the same bits.
     """
-    results = []
     for backend, dtype in itertools.product(backends, dtypes):
         kind = f"{backend}, {str(dtype).removeprefix('torch.')}"
         for name, check in _checks(device, dtype, me.Execution(backend=backend), runs):
             try:
                 error, allowed = check()
-                result = Result(
-                    f"{kind}, {name}", error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}"
-                )
             except Exception as problem:  # whatever the device makes of it belongs into the report
-                result = Result(f"{kind}, {name}", False, f"{type(problem).__name__}: {problem}")
-            results.append(result)
-    return results
+                yield Result(f"{kind}, {name}", False, f"{type(problem).__name__}: {problem}")
+            else:
+                yield Result(f"{kind}, {name}", error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}")
 
 
 Check = Callable[[], tuple[float, float]]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import mcore_entropy
 from mcore_entropy.backends import select, why_not_triton
 from mcore_entropy.execution import Execution
 from mcore_entropy.self_check import run_checks
@@ -57,7 +58,7 @@ _PACKAGES = {
 
 def _versions() -> Iterator[Finding]:
     section = "Versions"
-    yield Finding(section, "mcore-entropy", State.OK, version("mcore-entropy"))
+    yield Finding(section, "mcore-entropy", State.OK, mcore_entropy.__version__)
     yield Finding(section, "python", State.OK, platform.python_version())
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield Finding(section, "torch", State.OK, f"{torch.__version__}, built with {build}")
@@ -77,7 +78,7 @@ def _devices() -> Iterator[Finding]:
             yield _backend_of(
                 torch.device("cuda", index), f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
             )
-    elif Path("/dev/nvidiactl").exists():
+    elif Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         reason = "the driver does not answer it" if torch.version.cuda else "it is built without CUDA"
         yield Finding(
             "Devices",
@@ -90,7 +91,16 @@ def _devices() -> Iterator[Finding]:
 
 
 def _backend_of(device: torch.device, description: str) -> Finding:
-    chosen = select(Execution(), device, torch.bfloat16).name
+    try:
+        chosen = select(Execution(), device, torch.bfloat16).name
+    except Exception as error:  # whatever importing triton raises where it is broken
+        return Finding(
+            "Devices",
+            str(device),
+            State.WRONG,
+            f"{description}: its backend cannot be imported: {type(error).__name__}: {error}; reinstall "
+            "triton, or pass Execution(backend='torch')",
+        )
     if device.type == "cuda" and chosen == "torch":
         reason = why_not_triton(device, torch.bfloat16)
         return Finding(
@@ -112,7 +122,14 @@ def _npu() -> Iterator[Finding]:
             "npu",
             State.WRONG,
             f"torch-npu {here.torch_npu}; {here.device}. Install Ascend's driver and CANN and source its "
-            "set_env.sh, or uninstall torch-npu",
+            "set_env.sh, install the torch-npu of torch's version, or uninstall torch-npu",
+        )
+    elif Path("/dev/davinci_manager").exists():
+        yield Finding(
+            "Devices",
+            "npu",
+            State.WRONG,
+            "there is an Ascend NPU, and torch-npu is not installed; install the one of torch's version",
         )
 
 
@@ -209,7 +226,7 @@ def _self_test() -> Iterator[Finding]:
         devices.append(torch.device(accelerator.type, 0))
     for device in devices:
         started = time.perf_counter()
-        results = run_checks(device, ["auto"], [torch.float32, torch.bfloat16], runs=2)
+        results = list(run_checks(device, ["auto"], [torch.float32, torch.bfloat16], runs=2))
         seconds = time.perf_counter() - started
         failed = [result for result in results if not result.passed]
         for result in failed:

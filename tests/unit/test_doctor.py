@@ -67,9 +67,37 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_torch_cannot_use(cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (finding,) = wrong(doctor._devices())
     assert ("the driver does not answer it" if cuda else "built without CUDA") in finding.text
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_gpu_that_is_hidden_from_torch(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert not wrong(doctor._devices())
+
+
+def test_an_npu_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(npu, "version", missing)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/davinci_manager")
+    (finding,) = wrong(doctor._npu())
+    assert "there is an Ascend NPU, and torch-npu is not installed" in finding.text
+
+
+def test_a_triton_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise AttributeError("module 'triton' has no attribute 'jit'")
+
+    monkeypatch.setattr(doctor, "select", broken)
+    (finding,) = wrong([doctor._backend_of(torch.device("cpu"), "a CPU")])
+    assert "AttributeError: module 'triton' has no attribute 'jit'; reinstall triton" in finding.text
 
 
 def test_torch_npu_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +109,8 @@ def test_torch_npu_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu.importlib, "import_module", import_module)
     (finding,) = wrong(doctor._npu())
     assert "libhccl.so" in finding.text
-    assert "set_env.sh, or uninstall torch-npu" in finding.text
+    assert "set_env.sh, install the torch-npu of torch's version, or uninstall torch-npu" in finding.text
+    assert finding.text.count("libhccl.so") == 1
 
 
 def test_megatron_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

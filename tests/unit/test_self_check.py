@@ -12,8 +12,8 @@ from mcore_entropy.self_check import run_checks
 
 
 def test_it_passes() -> None:
-    results = run_checks(
-        torch.device("cpu"), ["torch"], [torch.float32, torch.float16, torch.bfloat16], runs=2
+    results = list(
+        run_checks(torch.device("cpu"), ["torch"], [torch.float32, torch.float16, torch.bfloat16], runs=2)
     )
     assert len(results) == 21
     assert [result.line() for result in results if not result.passed] == []
@@ -29,13 +29,13 @@ def test_it_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         return statistics
 
     monkeypatch.setattr(TorchBackend, "tile_statistics", staticmethod(off))
-    results = run_checks(torch.device("cpu"), ["torch"], [torch.float32, torch.bfloat16], runs=2)
+    results = list(run_checks(torch.device("cpu"), ["torch"], [torch.float32, torch.bfloat16], runs=2))
     assert not any(result.passed for result in results if result.name.endswith(": values"))
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("AI Core exception")
 
     monkeypatch.setattr(TorchBackend, "tile_statistics", staticmethod(broken))
-    results = run_checks(torch.device("cpu"), ["torch"], [torch.float32, torch.bfloat16], runs=2)
+    results = list(run_checks(torch.device("cpu"), ["torch"], [torch.float32, torch.bfloat16], runs=2))
     assert not any(result.passed for result in results)
     assert results[0].detail == "RuntimeError: AI Core exception"
