@@ -104,7 +104,7 @@ def _device() -> str:
     npu = getattr(torch, "npu", None)
     try:
         if npu is None or not npu.is_available():
-            return "none: torch.npu.is_available() is false; is CANN's set_env.sh sourced?"
+            return "none: torch.npu.is_available() is false, as where CANN's set_env.sh was not sourced"
         return str(npu.get_device_name(0))
     except Exception as error:  # the driver's, in whatever form: the first call that touches the device
         return f"none: the first NPU cannot be used: {type(error).__name__}: {error}"

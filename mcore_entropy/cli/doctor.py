@@ -199,6 +199,8 @@ def _switches() -> Iterator[Finding]:
     section = "Environment"
     quiet = True
     for name, value in sorted(os.environ.items()):
+        if (name, value) == ("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"):
+            continue  # the default, which torch-npu sets by itself once it is imported
         if name in _OTHERS:
             finding = Finding(section, name, State.NOTE, f"{value!r}: {_OTHERS[name]}")
         elif name in _OURS and value in ("0", "1"):

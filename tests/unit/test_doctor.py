@@ -63,6 +63,16 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong(doctor._switches())
 
 
+def test_the_default_that_torch_npu_sets_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named() -> list[str]:
+        return [finding.name for finding in doctor._switches()]
+
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in named()
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in named()
+
+
 @pytest.mark.parametrize("cuda", [None, "13.0"])
 def test_a_gpu_that_torch_cannot_use(cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
