@@ -229,8 +229,9 @@ def _packed(name: str, value: Tensor) -> Tensor:
         return value
     if value.layout != torch.jagged or not value.is_contiguous():
         raise ValueError(
-            f"{name}: expected a dense tensor or a contiguous nested one of layout torch.jagged, got one "
-            f"of layout {value.layout}; make it with torch.nested.nested_tensor_from_jagged"
+            f"{name}: expected a dense tensor or a contiguous nested one of layout torch.jagged, got one of "
+            f"layout {value.layout}, contiguous: {value.is_contiguous()}; make it with "
+            "torch.nested.nested_tensor_from_jagged, without lengths"
         )
     return value.values()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_entropy.adapters import verl as adapter
 from tests import reference as ref
-from tests.adapters.verl_cases import SHAPES, TEMPERATURE, Given
+from tests.adapters.verl_cases import NEEDS_VERL, SHAPES, TEMPERATURE, Given
 from tests.unit.cases import compare_gradient, compare_values, leaf, make_logits, make_target
 
 N, H, V = 21, 16, 133
@@ -61,8 +61,8 @@ def test_published_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> No
     given.compare(log_probs, entropy, {"hidden": found[0][0], "weight": found[1]})
 
 
-def jagged(values: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 6, N]))
+def jagged(values: Tensor, lengths: Tensor | None = None) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 6, N]), lengths)
 
 
 # How the tokens of hidden, labels and a temperature may lie.
@@ -186,9 +186,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": (dict(temperature=0.0), "temperature: expected a positive, finite number"),
     "hidden": (dict(hidden=torch.zeros(H)), r"hidden: expected shape \[\*, H\]"),
     "no hidden": (dict(hidden=[1.0]), "hidden: expected a tensor, got list"),
-    "nested": (
-        dict(hidden=torch.nested.nested_tensor([torch.zeros(N, H)], layout=torch.strided)),
-        "hidden: expected a dense tensor or a contiguous nested one of layout torch.jagged",
+    "gaps": (
+        dict(hidden=jagged(torch.zeros(N, H), lengths=torch.tensor([4, 1, 15]))),
+        "hidden: .* a contiguous nested one .* got one of layout torch.jagged, contiguous: False",
     ),
     "weight": (dict(weight=torch.zeros(V, H + 1)), "weight: expected shape"),
     "no weight": (dict(weight=None), "weight: expected a tensor"),
@@ -269,7 +269,7 @@ def test_functions_of_logits(layout: str, dtype: torch.dtype) -> None:
 
 
 def test_none_is_a_whole_vocabulary_beside_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's FSDP engine calls these in processes where Megatron's groups may exist, and does not mean them."""
+    """verl's FSDP engine calls these in processes where Megatron's groups may exist, but means none."""
     parallel_state: Any = ModuleType("megatron.core.parallel_state")
     parallel_state.model_parallel_is_initialized = lambda: True
 
@@ -288,8 +288,6 @@ def test_none_is_a_whole_vocabulary_beside_megatron(monkeypatch: pytest.MonkeyPa
 
 
 # --- verl's own functions ---
-
-NEEDS_VERL = "needs verl: pip install --no-deps verl==0.9.1, and what it imports"
 
 
 def verl_module(name: str) -> Any:
