@@ -1,8 +1,8 @@
-"""verl's functions on two ranks: hidden's gradient is a rank's part; where verl's callers sum it, it is complete.
+"""verl's functions on two ranks: hidden's gradient is a rank's part, complete once its caller has summed it.
 
-One with sequence parallelism gathers the sequence, with a reduce-scatter in backward; one without hands on the
-hidden states that every rank has, with an all-reduce in backward or none. s tokens of one packed sequence, H hidden
-size, V vocabulary over the ranks.
+With sequence parallelism the caller gathers the sequence, and its backward is a reduce-scatter; without, every
+rank has all hidden states, and the caller's backward is an all-reduce or nothing. s tokens of one packed
+sequence, H hidden size, V vocabulary over the ranks.
 """
 
 from __future__ import annotations
