@@ -1,6 +1,6 @@
 """verl's functions on two ranks: hidden's gradient is a rank's part, complete once its caller has summed it.
 
-With sequence parallelism the caller gathers the sequence, and its backward is a reduce-scatter; without, every
+With sequence parallelism the caller gathers the sequence, with a reduce-scatter in backward; without, every
 rank has all hidden states, and the caller's backward is an all-reduce or nothing. s tokens of one packed
 sequence, H hidden size, V vocabulary over the ranks.
 """
