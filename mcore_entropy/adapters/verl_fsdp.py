@@ -112,9 +112,10 @@ def sum_pi_squared_of_logits(logits: Tensor) -> Tensor:
     Raises:
         ValueError: an argument does not fit.
     """
-    wanted = Wanted(target=False, entropy=False, metrics=("sum_pi_squared",))
-    unsharded = TensorParallelGroup.single_rank()
-    return statistics_of_logits(logits.detach(), unsharded, Keywords(wanted=wanted)).metrics["sum_pi_squared"]
+    no_labels = torch.full(logits.shape[:-1], -100, device=logits.device)
+    keywords = Keywords(target=no_labels, wanted=Wanted(entropy=False, metrics=("sum_pi_squared",)))
+    statistics = statistics_of_logits(logits.detach(), TensorParallelGroup.single_rank(), keywords)
+    return statistics.metrics["sum_pi_squared"]
 
 
 def prepare_model_inputs_on(stock: Callable[..., Any]) -> Callable[..., Any]:

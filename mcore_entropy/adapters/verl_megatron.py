@@ -46,16 +46,10 @@ def fused_output_processor(
     Returns:
         verl's CausalLMOutputForPPO with log_probs and entropy [b·s] in the labels' order, entropy None where
         it is not asked for.
-
-    Raises:
-        ValueError: an output layer that is not Megatron's own, such as one with LoRA: it would be bypassed.
     """
     from megatron.core import parallel_state
     from verl.utils.model import CausalLMOutputForPPO
 
-    from mcore_entropy.megatron.supported import check_head
-
-    check_head(output_layer)
     mup = float(config.mup_output_mult) if getattr(config, "use_mup", False) else None
     options = LinearOptions(
         transform=None if mup is None else LogitTransform(mup),
@@ -155,7 +149,9 @@ def resolve_fused_temperature_on(stock: Callable[..., float]) -> Callable[..., f
 def fused_forward_model_engine_on(stock: Callable[..., Any]) -> Callable[..., Any]:
     """verl's `fused_forward_model_engine`, whose forward passes on what the micro-batch needs.
 
-    A temperature for each sample, no entropy where none is asked for, the sum of p squared.
+    A temperature for each sample, no entropy where none is asked for, the sum of p squared. It raises
+    ValueError for an output layer that is not Megatron's own, such as one with LoRA, which would be bypassed,
+    and for MuP's factor where verl's forward for Megatron-core before 0.18 leaves it out.
     """
 
     def fused_forward_model_engine(vision_model: bool = False) -> Callable[..., Any]:
@@ -168,6 +164,7 @@ def fused_forward_model_engine_on(stock: Callable[..., Any]) -> Callable[..., An
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
+            _check_head_of(given["model"])
             temperature, sum_pi_squared = given["temperature"], _SUM_PI_SQUARED.get()
             input_ids = given["input_ids"]
             if isinstance(temperature, Tensor) or sum_pi_squared:
@@ -193,6 +190,23 @@ def fused_forward_model_engine_on(stock: Callable[..., Any]) -> Callable[..., An
         return with_request
 
     return fused_forward_model_engine
+
+
+def _check_head_of(model: Any) -> None:
+    from verl.models.mcore import model_forward_fused
+
+    from mcore_entropy.megatron.supported import check_head
+
+    core = model_forward_fused._get_patching_model(model)
+    if core is None or not core.post_process:  # none that verl's forward fits; a stage without a head
+        return
+    check_head(core.output_layer)
+    hook = model_forward_fused._use_output_processor_hook(model)
+    if getattr(core.config, "use_mup", False) and not hook:
+        raise ValueError(
+            "use_mup: expected False with fused kernels before megatron-core 0.18, got True; verl's forward "
+            "there leaves the factor of the logits out"
+        )
 
 
 def _packed(each: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
