@@ -14,23 +14,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# verl's names that exist already, with verl's arguments first and keyword-only ones after them.
-from mcore_entropy.adapters.entropy_from_logits import entropy_from_logits as entropy_from_logits
-from mcore_entropy.adapters.entropy_from_logits import (
-    entropy_from_logits_with_chunking as entropy_from_logits_with_chunking,
-)
+from mcore_entropy.adapters.entropy_from_logits import entropy_from_logits, entropy_from_logits_with_chunking
 from mcore_entropy.functional.agreement import errors_on_every_rank
 from mcore_entropy.functional.arguments import FLOATS, check_tensor
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
-from mcore_entropy.functional.logits import statistics_of_logits, vocab_parallel_log_probs_and_entropy
-from mcore_entropy.functional.logits import vocab_parallel_entropy as vocab_parallel_entropy
 from mcore_entropy.functional.logits import (
-    vocab_parallel_entropy_with_chunking as vocab_parallel_entropy_with_chunking,
+    statistics_of_logits,
+    vocab_parallel_entropy,
+    vocab_parallel_entropy_with_chunking,
+    vocab_parallel_log_probs_and_entropy,
 )
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.parallel import TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics, Wanted
+
+# Four of them exist already: verl's arguments come first in them, what is ours is keyword-only.
+__all__ = [
+    "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
+    "linear_cross_entropy",
+    "linear_cross_entropy_statistics",
+    "logprobs_from_logits",
+    "vocab_parallel_entropy",
+    "vocab_parallel_entropy_with_chunking",
+    "vocab_parallel_log_probs_from_logits",
+    "vocab_parallel_sum_pi_squared",
+]
 
 _IGNORED = -100
 
@@ -159,7 +169,7 @@ def linear_cross_entropy_statistics(
             [1, N], or jagged, [b, j]. -100 and values out of range: see
             `vocab_parallel_log_probs_from_logits`.
         temperature: the logits are divided by it: a positive number, or one per token in a shape that labels
-            may have.
+            may have, of which one not above 0 gives NaN.
         dist_process_group: the group the vocabulary is sharded over; None, with Megatron too, means that
             weight is the whole vocabulary's.
         calculate_entropy: False leaves the entropy out.

@@ -8,6 +8,7 @@ sequence, H hidden size, V vocabulary over the ranks.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +224,29 @@ def test_reduction(reduction: str) -> None:
     torch.testing.assert_close(weight, truth.gradients["weight"], rtol=1e-9, atol=1e-12)
 
 
+def wrong_on_one_rank() -> list[str]:
+    """Each message, on every rank; the arguments are wrong on rank 1."""
+    group, messages = dist.group.WORLD, []
+    for wrong in (dict(reduction="batch"), dict(labels=torch.zeros(3)), dict(calculate_entropy=None)):
+        arguments: dict[str, Any] = dict(
+            hidden=torch.zeros(4, 8), weight=torch.zeros(9, 8), labels=torch.zeros(4, dtype=torch.int64)
+        )
+        if dist.get_rank() == 1:
+            arguments |= wrong
+        checks = mock.patch.dict(os.environ, {"MCORE_ENTROPY_CHECKS": "1"})
+        with checks, pytest.raises(ValueError, match="expected") as raised:
+            adapter.linear_cross_entropy(**arguments, dist_process_group=group)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_checks_tell_every_rank() -> None:
+    for rank, messages in enumerate(run_ranks(RANKS, wrong_on_one_rank)):
+        for name, message in zip(("reduction", "labels", "calculate_entropy"), messages, strict=True):
+            where = "" if rank == 1 else "another rank of the group was given bad arguments: rank 1: "
+            assert message.startswith(f"{where}{name}: expected")
+
+
 # --- beside Megatron's groups: logits, and verl's own code ---
 
 TOKENS, COLUMNS = 12, 130
@@ -304,11 +328,10 @@ def test_like_verls_functions_of_logits() -> None:
                 torch.testing.assert_close(ours[1], theirs[1], **how)
 
 
-def through_verls_call_site(sequence_parallel: bool) -> Answer:
+def through_verls_call_site(given: Given, sequence_parallel: bool) -> Answer:
     """verl's processor of Megatron's hidden states with ours in place of its kernel."""
     from verl.models.mcore import model_forward_fused as site
 
-    given = Given.of(SMALL, torch.float64)
     weight, _ = part(given)
     hidden = given.hidden[:, None]
     hidden = leaf(hidden.chunk(RANKS)[dist.get_rank()].clone() if sequence_parallel else hidden)
@@ -327,10 +350,12 @@ def through_verls_call_site(sequence_parallel: bool) -> Answer:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_through_verls_call_site(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_through_verls_call_site(dtype: torch.dtype, sequence_parallel: bool) -> None:
     """With sequence parallelism hidden's gradient is whole; without, verl's caller adds nothing up."""
     pytest.importorskip("verl.models.mcore.model_forward_fused", reason=NEEDS_VERL, exc_type=ImportError)
-    first, second = run_ranks(RANKS, through_verls_call_site, sequence_parallel)
+    given = Given.of(EVEN[0], dtype)
+    first, second = run_ranks(RANKS, through_verls_call_site, given, sequence_parallel)
     if not sequence_parallel:
         first["hidden"] = second["hidden"] = first["hidden"] + second["hidden"]
-    check(Given.of(SMALL, torch.float64), "gather" if sequence_parallel else "copy", first, second)
+    check(given, "gather" if sequence_parallel else "copy", first, second)
