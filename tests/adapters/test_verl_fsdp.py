@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from mcore_entropy.adapters.verl_switch import switch_verl
 from tests.adapters.verl_cases import NEEDS_VERL
+from tests.ranks import run_ranks
 
 pytest.importorskip("verl", reason=NEEDS_VERL)
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -29,11 +32,15 @@ Rows = dict[str, list[Tensor]]  # one tensor for each sample
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A Llama of two layers, whose class verl may give another forward until the test ends."""
     torch.manual_seed(0)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", transformers.LlamaForCausalLM.forward)
+    return tiny_llama()
+
+
+def tiny_llama() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     made = transformers.LlamaForCausalLM(config)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", transformers.LlamaForCausalLM.forward)
     with torch.no_grad():
         made.lm_head.weight.mul_(20)  # distributions that are not uniform
     return made
@@ -50,9 +57,11 @@ def fused_by_verl(model: Any, backend: str) -> None:
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
 
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+    if not type(model).forward.__module__.startswith("verl."):
+        pytest.skip(f"this verl has no backend {backend}")
 
 
-def engine_of(model: Any) -> Any:
+def engine_of(model: Any, checkpointing: bool = False, chunking: bool = False, compiled: bool = False) -> Any:
     """What verl's step reads of its engine; the entropy function is taken as its __init__ takes it."""
     from verl.utils import torch_functional as verl_F
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -65,9 +74,15 @@ def engine_of(model: Any) -> Any:
     engine.pad_to_length_bucket = None
     engine._autocast_dtype = torch.float32
     engine.engine_config = SimpleNamespace(
-        entropy_checkpointing=False, entropy_from_logits_with_chunking=False, pad_to_length=False
+        entropy_checkpointing=checkpointing,
+        entropy_from_logits_with_chunking=chunking,
+        entropy_from_logits_chunk_size=5,
+        pad_to_length=False,
     )
-    engine.compute_entropy_from_logits = verl_F.entropy_from_logits
+    function = verl_F.entropy_from_logits_with_chunking if chunking else verl_F.entropy_from_logits
+    engine.compute_entropy_from_logits = (
+        torch.compile(function, dynamic=True, backend="aot_eager") if compiled else function
+    )
     return engine
 
 
@@ -162,8 +177,12 @@ def test_values_and_gradients(
         use_remove_padding=use_remove_padding,
     )
     truth = truth_of(model, batch, use_remove_padding, temperatures)
+    compare(model, outputs_of(engine_of(model), batch), truth)
+
+
+def compare(model: Any, outputs: dict[str, Tensor], truth: Rows) -> None:
+    """Values, and all gradients of the model."""
     right = gradients_of(model, truth["log_probs"], truth["entropy"])
-    outputs = outputs_of(engine_of(model), batch)
     found = {name: list(outputs[name].unbind()) for name in NAMES}
     ours = gradients_of(model, found["log_probs"], found["entropy"])
     # fp32 rounding of logits of up to 30, which the temperature divides.
@@ -173,6 +192,56 @@ def test_values_and_gradients(
     for name, gradient in ours.items():
         largest = right[name].abs().max()
         torch.testing.assert_close(gradient / largest, right[name] / largest, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("use_remove_padding", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(chunking=True),
+        dict(checkpointing=True),
+        dict(checkpointing=True, chunking=True),
+        dict(compiled=True),
+        dict(compiled=True, chunking=True),
+    ],
+    ids=" and ".join,
+)
+def test_options_of_the_entropy_from_logits(
+    options: dict[str, bool], use_remove_padding: bool, model: Any, switched: Any
+) -> None:
+    batch = micro_batch(
+        torch.tensor(TEMPERATURES), use_fused_kernels=False, use_remove_padding=use_remove_padding
+    )
+    truth = truth_of(model, batch, use_remove_padding, TEMPERATURES)
+    compare(model, outputs_of(engine_of(model, **options), batch), truth)
+
+
+def sharded_outputs(temperature: Any) -> Tensor:
+    """Log-probs of a Llama in FSDP2, which casts a forward's floating-point arguments to bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kind = transformers.LlamaForCausalLM
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    torch.manual_seed(0)
+    made = tiny_llama()
+    handle = switch_verl()
+    try:
+        with mock.patch.object(kind, "forward", kind.forward):  # the process has other tests to run
+            fused_by_verl(made, "torch")
+            fully_shard(made, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+            outputs = outputs_of(engine_of(made), micro_batch(temperature, use_fused_kernels=True))
+            return outputs["log_probs"].detach().values()
+    finally:
+        handle.restore()
+
+
+def test_fsdp_does_not_round_temperatures() -> None:
+    """In bf16 0.7 would be 0.699, which moves these log-probs by a hundredth."""
+    each = run_ranks(1, sharded_outputs, torch.tensor([0.7, 0.7]))[0]
+    one = run_ranks(1, sharded_outputs, 0.7)[0]
+    torch.testing.assert_close(each, one, rtol=0, atol=1e-4)
+    rounded = run_ranks(1, sharded_outputs, float(torch.tensor(0.7, dtype=torch.bfloat16)))[0]
+    assert (rounded - one).abs().max() > 1e-3
 
 
 def test_entropy_is_left_out_unless_asked_for(model: Any, switched: Any) -> None:
