@@ -110,7 +110,6 @@ def engine_of(fused: bool, chunked: bool) -> Any:
         tokenizer=SimpleNamespace(pad_token_id=0),
         mtp=SimpleNamespace(enable=False, enable_train=False),
     )
-    engine.tf_config = SimpleNamespace(calculate_per_token_loss=False)
     engine.enable_routing_replay = False
     return engine
 
@@ -136,6 +135,7 @@ def engine_forward(fused: bool, chunked: bool = False, **flags: bool) -> Callabl
     engine = engine_of(fused, chunked)
 
     def forward(module: Any, batch: Batch) -> Any:
+        engine.tf_config = module.config
         flags_of_batch = {"calculate_entropy": True, "calculate_sum_pi_squared": True, **flags}
         outputs, _ = engine.forward_step(
             iter([micro_batch(batch, **flags_of_batch)]), module, None, lambda *_, **__: None
