@@ -181,6 +181,8 @@ def switch_verl() -> VerlHandle:
     unpatched = list(_LEFT)
     found: list[tuple[Replacement, _Place]] = []
     missing: list[str] = []
+    # First, as it imports its engines in an order that matters: MindSpeed's patches Megatron before its use.
+    _imported("verl.workers.engine", unpatched)
     for module_name, replacements in _by_module().items():
         module = _imported(module_name, unpatched)
         if module is None:
