@@ -48,7 +48,7 @@ def by_columns_is_smaller(head: LocalHead, hidden_wanted: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A chunk's hidden gradient on its way to be complete."""
+    """A chunk's hidden gradient on its way to be summed over `Problem.hidden_group`."""
 
     rows: Rows
     pending: Pending
@@ -98,7 +98,7 @@ class HeadGradients:
             self._finish(under_way)
             under_way = started
             del started
-            if problem.group.size == 1:  # nothing runs beside the next pass
+            if problem.hidden_group.size == 1:  # nothing runs beside the next pass
                 self._finish(under_way)
                 under_way = []
         self._finish(under_way)
@@ -145,7 +145,7 @@ class HeadGradients:
         return KeptRows(self.kept, joined(of_chunks))
 
     def _start(self, rows: Rows, partial: Tensor) -> _Reduction:
-        group = self.head.problem.group
+        group = self.head.problem.hidden_group
         if rows.kept is not None and group.size > 1:  # every rank reduces every row, computed or not
             every_row = partial.new_zeros(rows.chunk.tokens, partial.shape[1])
             partial = every_row.index_copy_(0, rows.kept, partial)
@@ -156,7 +156,7 @@ class HeadGradients:
             assert self.hidden is not None
             rows, values = reduction.rows, reduction.pending.result()
             own_rows = self.hidden[rows.chunk.start : rows.chunk.stop]
-            if rows.kept is not None and self.head.problem.group.size == 1:
+            if rows.kept is not None and self.head.problem.hidden_group.size == 1:
                 own_rows.zero_()
                 own_rows.index_copy_(0, rows.kept, values.to(own_rows.dtype))
             else:

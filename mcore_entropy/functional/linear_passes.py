@@ -40,6 +40,8 @@ class LinearOptions:
     Attributes:
         autocast_dtype: what both operands are cast to first, None for no cast.
         trained: whether a backward can follow, for which logits may be kept.
+        partial_hidden: leave hidden's gradient as this rank's part of the sum over the group, for a caller
+            whose own backward sums it; not together with sequence_parallel, which is such a sum.
     """
 
     transform: LogitTransform | None = None
@@ -48,6 +50,7 @@ class LinearOptions:
     accumulate_into_main_grad: bool = False
     autocast_dtype: torch.dtype | None = None
     trained: bool = False
+    partial_hidden: bool = False
 
 
 class HeadOperands(NamedTuple):
@@ -108,6 +111,7 @@ def resolve_linear(
         ValueError: an argument does not fit.
     """
     hidden, weight, _ = operands
+    assert not (options.partial_hidden and options.sequence_parallel)
     _check_operands(*operands, options.autocast_dtype)
     sections = group.size if options.sequence_parallel else 1
     shape = hidden.shape[:-1]
@@ -128,6 +132,7 @@ def resolve_linear(
         default_chunk_size=default_chunk_size(hidden.device),
         sections=sections,
         transform=options.transform,
+        partial_hidden=options.partial_hidden,
     )
 
 
@@ -147,6 +152,7 @@ def forward_linear(
     facts = {
         "hidden": f"{tuple(hidden.shape)} {hidden.dtype}, needs a gradient: {hidden.requires_grad}",
         "sequence_parallel": options.sequence_parallel,
+        "partial hidden gradient": options.partial_hidden,
         "autocast": options.autocast_dtype,
         "weight": f"{weight.dtype}, bias: {bias is not None}",
     }

@@ -30,6 +30,7 @@ class Problem:
         shape: the leading shape of the results, N tokens in all.
         chunk_size: tokens of one reduction.
         sections: token ranges a chunk takes equal pieces of (see `TokenChunk`).
+        partial_hidden: whether hidden's gradient stays this rank's part of the sum over the group.
     """
 
     group: TensorParallelGroup
@@ -41,6 +42,12 @@ class Problem:
     chunk_size: int
     sections: int = 1
     transform: LogitTransform | None = None
+    partial_hidden: bool = False
+
+    @property
+    def hidden_group(self) -> TensorParallelGroup:
+        """The ranks that hidden's gradient is summed over."""
+        return TensorParallelGroup.single_rank() if self.partial_hidden else self.group
 
     def chunks(self) -> list[TokenChunk]:
         return list(token_chunks(self.shape.numel(), self.chunk_size, self.sections))
@@ -78,6 +85,7 @@ class Keywords:
         default_chunk_size: int,
         sections: int = 1,
         transform: LogitTransform | None = None,
+        partial_hidden: bool = False,
     ) -> tuple[Problem, TokenArguments]:
         """The problem and its checked per-token arguments.
 
@@ -101,6 +109,7 @@ class Keywords:
             chunk_size=checked_chunk_size(self.chunk_size, default_chunk_size),
             sections=sections,
             transform=transform,
+            partial_hidden=partial_hidden,
         )
         tokens = TokenArguments.checked(
             self.target,

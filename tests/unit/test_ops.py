@@ -75,7 +75,7 @@ def test_opcheck(dtype: torch.dtype, keywords: Keywords) -> None:
     hidden, weight, bias = (leaf(x) for x in make_linear(dtype, columns=COLUMNS))
     for head, operands in (
         (Head(None, 0.9, 5.0, False, None, False), (hidden, weight, bias)),
-        (Head(torch.zeros(COLUMNS, 32), 1.0, None, False, None, True), (hidden, weight, None)),
+        (Head(torch.zeros(COLUMNS, 32), 1.0, None, False, None, True, True), (hidden, weight, None)),
     ):
         torch.library.opcheck(linear_forward, (*operands, *head, *call))
         upstream = upstream_of(linear_forward(*operands, *head, *call), call)

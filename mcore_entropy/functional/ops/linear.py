@@ -47,6 +47,7 @@ class Head(NamedTuple):
         main_grad: [V/tp, H], where the weight's gradient goes instead of to autograd; backward adds to it.
         scale, softcap: the `LogitTransform`.
         placeholder: whether autograd gets zeros for the weight, so that Megatron's hooks run.
+        partial_hidden: as in `LinearOptions`.
     """
 
     main_grad: Tensor | None
@@ -55,19 +56,21 @@ class Head(NamedTuple):
     sequence_parallel: bool
     autocast_dtype: torch.dtype | None
     placeholder: bool
+    partial_hidden: bool = False
 
     def options(self) -> LinearOptions:
         return LinearOptions(
             transform=LogitTransform(self.scale, self.softcap),
             sequence_parallel=self.sequence_parallel,
             autocast_dtype=self.autocast_dtype,
+            partial_hidden=self.partial_hidden,
         )
 
 
 _OPERANDS_SCHEMA = "Tensor hidden, Tensor weight, Tensor? bias"
 _HEAD_SCHEMA = (
     "Tensor{}? main_grad, float scale, float? softcap, bool sequence_parallel, ScalarType? autocast_dtype, "
-    "bool placeholder"
+    "bool placeholder, bool partial_hidden"
 )
 _NEEDED_SCHEMA = "bool needs_hidden, bool needs_weight, bool needs_bias"
 
@@ -86,6 +89,7 @@ def linear_statistics_op(
         options.sequence_parallel,
         options.autocast_dtype,
         main_grad is not None and hasattr(weight, "grad_added_to_main_grad"),
+        options.partial_hidden,
     )
     call = call_of(options.tp_group, keywords)
     if not options.trained:
