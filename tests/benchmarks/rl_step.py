@@ -2,6 +2,7 @@
 
 python -m tests.benchmarks.rl_step --tokens 16384 32768        # Qwen2.5-0.5B's shapes, on a GPU
 python -m tests.benchmarks.rl_step --shape 7b --tokens 16384   # four layers of Qwen2.5-7B's
+python -m tests.benchmarks.rl_step --head-alone                # the same on hidden states that exist
 
 The update is forward, loss = -(log_prob · advantage) - 0.01 · entropy, backward, with the layers
 checkpointed; the pass is the old policy's log-probs and entropy, without a graph. Every head sees the same
@@ -22,7 +23,7 @@ import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mcore_entropy import EntropyConfig
+from mcore_entropy import EntropyConfig, linear_log_probs_and_entropy
 from mcore_entropy.adapters.huggingface import swap_lm_head
 from mcore_entropy.swap_handle import SwapHandle
 from tests.benchmarks.timing import interleaved
@@ -61,11 +62,15 @@ CHUNK = 2048
 
 @dataclass
 class Batch:
-    """ids [b, s]; advantage [b, s - 1] in the places of the labels; counted, bool [b, s - 1]."""
+    """ids [b, s]; advantage [b, s - 1] in the places of the labels; counted, bool [b, s - 1].
+
+    hidden [b, s - 1, H], a leaf, where the head is measured alone.
+    """
 
     ids: Tensor
     advantage: Tensor
     counted: Tensor
+    hidden: Tensor
 
 
 Statistics = Callable[[Batch], tuple[Tensor, Tensor]]  # log-probs and entropy, [b, s - 1] both
@@ -120,6 +125,18 @@ def ours_masked(model: Any, handle: SwapHandle, batch: Batch) -> tuple[Tensor, T
     """The swapped head, on the tokens that count."""
     with handle.request(mask=torch.nn.functional.pad(batch.counted, (1, 0))):  # in the places of the labels
         return ours(model, batch)
+
+
+def compiled_head(weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    return _compiled_dense(batch.hidden, weight, batch.ids[:, 1:])
+
+
+def our_head(weight: Tensor, masked: bool, batch: Batch) -> tuple[Tensor, Tensor]:
+    statistics = linear_log_probs_and_entropy(
+        batch.hidden, weight, batch.ids[:, 1:], mask=batch.counted if masked else None
+    )
+    assert statistics.entropy is not None
+    return statistics.log_probs, statistics.entropy
 
 
 def masked_after(statistics: Statistics) -> Statistics:
@@ -199,6 +216,7 @@ def main() -> None:
     parser.add_argument("--masked", type=float, default=0.6, help="share of the tokens that do not count")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--head-alone", action="store_true")
     args = parser.parse_args()
     stock, swapped = build(args.shape, args.device), build(args.shape, args.device)
     handle = swap_lm_head(swapped, EntropyConfig())
@@ -213,17 +231,30 @@ def main() -> None:
         "ours": partial(ours_masked, swapped, handle),
         "ours, the mask unused": masked_after(partial(ours, swapped)),
     }
+    if args.head_alone:
+        weight = stock.lm_head.weight
+        every_token = {
+            "torch.compile": partial(compiled_head, weight),
+            "ours": partial(our_head, weight, False),
+        }
+        some_tokens = {
+            "torch.compile": masked_after(every_token["torch.compile"]),
+            "ours": partial(our_head, weight, True),
+            "ours, the mask unused": masked_after(every_token["ours"]),
+        }
     print(f"torch {torch.__version__}, transformers {transformers.__version__}; {args}")
     for tokens in args.tokens:
         shape = (tokens // args.sequence_length, args.sequence_length)
         ids = torch.randint(0, stock.config.vocab_size, shape, device=args.device)
         advantage = torch.randn(shape[0], shape[1] - 1, device=args.device)
         counted = torch.rand_like(advantage) >= args.masked
+        hidden = torch.randn(*advantage.shape, stock.config.hidden_size, device=args.device).bfloat16()
+        hidden.requires_grad_().grad = torch.zeros_like(hidden)
         torch._dynamo.reset()
         print(f"\n{tokens} tokens, all of them\n\n| | head | ms | peak GiB | result |\n|---|---|---|---|---|")
-        measure(Batch(ids, advantage, torch.ones_like(counted)), every_token, args.rounds)
+        measure(Batch(ids, advantage, torch.ones_like(counted), hidden), every_token, args.rounds)
         print(f"\n{tokens} tokens, {counted.float().mean():.1%} of them count\n")
-        measure(Batch(ids, advantage, counted), some_tokens, args.rounds)
+        measure(Batch(ids, advantage, counted, hidden), some_tokens, args.rounds)
 
 
 if __name__ == "__main__":
