@@ -35,17 +35,22 @@ class ModelInputs:
     attention_mask: torch.Tensor  # [1, 1, s, s], True where a token must not look
 
     @classmethod
-    def from_rows(cls, rows: torch.Tensor, *, end_of_text: int, device: torch.device) -> ModelInputs:
-        rows = rows.to(device)
+    def from_rows(cls, rows: torch.Tensor, loss_mask: torch.Tensor) -> ModelInputs:
+        """Of rows [b, s + 1], whose last token is a label only, on the device that they are on."""
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         length = tokens.size(1)
         return cls(
             tokens=tokens,
             labels=labels,
-            loss_mask=tokens != end_of_text,  # nothing tells how the next document starts
-            position_ids=torch.arange(length, device=device).expand_as(tokens),
-            attention_mask=torch.ones(1, 1, length, length, device=device).triu(1).bool(),
+            loss_mask=loss_mask,
+            position_ids=torch.arange(length, device=rows.device).expand_as(tokens),
+            attention_mask=causal_mask(length, rows.device),
         )
+
+
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, s, s], True where a token must not look: at those after it."""
+    return torch.ones(1, 1, length, length, device=device).triu(1).bool()
 
 
 class TorchLayerNorm:
@@ -102,10 +107,8 @@ def wrap_for_training(gpt: GPTModel, config: TransformerConfig) -> DistributedDa
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
 
 
-def build_optimizer(
-    args: argparse.Namespace, model: DistributedDataParallel
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW (fp32 master weights under bf16), and a learning rate that warms up and decays as a cosine."""
+def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> MegatronOptimizer:
+    """AdamW (fp32 master weights under bf16), with the learning rate --lr until a schedule sets another."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
@@ -115,8 +118,12 @@ def build_optimizer(
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
     )
-    optimizer = get_megatron_optimizer(config, [model])
-    scheduler = OptimizerParamScheduler(
+    return get_megatron_optimizer(config, [model])
+
+
+def cosine_schedule(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """A learning rate that warms up and decays as a cosine."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
@@ -129,7 +136,6 @@ def build_optimizer(
         wd_incr_steps=args.train_iters,
         wd_incr_style="constant",
     )
-    return optimizer, scheduler
 
 
 def parameter_count(gpt: GPTModel) -> int:

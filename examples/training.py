@@ -77,7 +77,8 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
             return compute(head)
 
     model = megatron_gpt.wrap_for_training(gpt, config)
-    optimizer, scheduler = megatron_gpt.build_optimizer(args, model)
+    optimizer = megatron_gpt.build_optimizer(args, model)
+    scheduler = megatron_gpt.cosine_schedule(args, optimizer)
     world.say(*describe(args, world, megatron_gpt.parameter_count(gpt)), f"Text: {text.summary}")
 
     steps: list[report.Step] = []
@@ -85,8 +86,9 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     for iteration, rows in enumerate(progress, start=1):
         start = time.perf_counter()
         micro_batches = [
-            ModelInputs.from_rows(micro_batch, end_of_text=END_OF_TEXT_ID, device=world.device)
-            for micro_batch in rows_of_this_rank(rows, args)
+            # Nothing tells how the next document starts.
+            ModelInputs.from_rows(micro_batch, loss_mask=micro_batch[:, :-1] != END_OF_TEXT_ID)
+            for micro_batch in rows_of_this_rank(rows.to(world.device), args)
         ]
         compute = partial(compute_gradients, model=model, micro_batches=micro_batches, loss_func=loss_func)
         optimizer.zero_grad()
