@@ -35,16 +35,16 @@ class ModelInputs:
     attention_mask: torch.Tensor  # [1, 1, s, s], True where a token must not look
 
     @classmethod
-    def from_rows(cls, rows: torch.Tensor, loss_mask: torch.Tensor) -> ModelInputs:
-        """Of rows [b, s + 1], whose last token is a label only, on the device that they are on."""
+    def from_rows(cls, rows: torch.Tensor, *, end_of_text: int, device: torch.device) -> ModelInputs:
+        rows = rows.to(device)
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         length = tokens.size(1)
         return cls(
             tokens=tokens,
             labels=labels,
-            loss_mask=loss_mask,
-            position_ids=torch.arange(length, device=rows.device).expand_as(tokens),
-            attention_mask=causal_mask(length, rows.device),
+            loss_mask=tokens != end_of_text,  # nothing tells how the next document starts
+            position_ids=torch.arange(length, device=device).expand_as(tokens),
+            attention_mask=causal_mask(length, device),
         )
 
 

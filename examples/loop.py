@@ -48,12 +48,17 @@ def show(step: Step, progress: tqdm, args: argparse.Namespace, world: World, *, 
 
 
 def say_in_intervals(
-    line: str, iteration: int, progress: tqdm, args: argparse.Namespace, world: World
+    line: str,
+    iteration: int,
+    progress: tqdm,
+    args: argparse.Namespace,
+    world: World,
+    *,
+    name: str = "iteration",
 ) -> None:
     """Where there is no bar: the line of the first, the last and every so many iterations."""
     last = progress.total
     if progress.disable and (iteration % args.log_interval == 0 or iteration in (1, last)):
-        name = progress.desc or "iteration"
         world.say(f"{name} {iteration:{len(str(last))}}/{last} | {line}")
 
 

@@ -86,9 +86,8 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
     for iteration, rows in enumerate(progress, start=1):
         start = time.perf_counter()
         micro_batches = [
-            # Nothing tells how the next document starts.
-            ModelInputs.from_rows(micro_batch, loss_mask=micro_batch[:, :-1] != END_OF_TEXT_ID)
-            for micro_batch in rows_of_this_rank(rows.to(world.device), args)
+            ModelInputs.from_rows(micro_batch, end_of_text=END_OF_TEXT_ID, device=world.device)
+            for micro_batch in rows_of_this_rank(rows, args)
         ]
         compute = partial(compute_gradients, model=model, micro_batches=micro_batches, loss_func=loss_func)
         optimizer.zero_grad()
