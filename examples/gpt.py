@@ -121,8 +121,10 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
     return get_megatron_optimizer(config, [model])
 
 
-def cosine_schedule(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """A learning rate that warms up and decays as a cosine."""
+def build_schedule(
+    args: argparse.Namespace, optimizer: MegatronOptimizer, decay: str = "cosine"
+) -> OptimizerParamScheduler:
+    """A learning rate that warms up, and then decays in this style of Megatron's."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -130,7 +132,7 @@ def cosine_schedule(args: argparse.Namespace, optimizer: MegatronOptimizer) -> O
         min_lr=args.lr / 10,
         lr_warmup_steps=min(args.lr_warmup_iters, args.train_iters - 1),
         lr_decay_steps=args.train_iters,
-        lr_decay_style="cosine",
+        lr_decay_style=decay,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters,

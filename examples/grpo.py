@@ -58,11 +58,11 @@ class Policy:
         return self.statistics(inputs, entropy=False).log_probs
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[b, s, V] in fp32, gathered on every rank: without labels the swapped model is the stock model."""
+    def logits(self, tokens: Tensor, places: slice = slice(None)) -> Tensor:
+        """[b, places, V], gathered on every rank: without labels the swapped model is the stock one."""
         length = tokens.size(1)
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        shard = self.model(tokens, positions, causal_mask(length, tokens.device))
+        shard = self.model(tokens, positions, causal_mask(length, tokens.device))[:, places]
         return gather_from_tensor_model_parallel_region(shard.float()) / self.temperature
 
     def sample(self, prompts: Tensor, noise: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Policy:
         tokens, done = prompts, torch.zeros_like(prompts[:, 0], dtype=torch.bool)
         for step in noise.unbind(1):
             # The largest of p / noise is a sample of p.
-            chosen = (self.logits(tokens)[:, -1] - step.log()).argmax(-1)
+            chosen = (self.logits(tokens, slice(-1, None))[:, 0] - step.log()).argmax(-1)
             tokens = torch.cat([tokens, chosen.masked_fill(done, sums.PADDING)[:, None]], 1)
             done = done | (chosen == sums.END)
         return tokens

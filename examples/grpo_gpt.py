@@ -45,7 +45,7 @@ def parse_arguments(world: World) -> argparse.Namespace:
         help="adapt the coefficient from C on: a step up below this mean entropy of a token, a step down "
         "above it, never below 0",
     )
-    add("--entropy-coeff-step", type=float, default=5e-4, metavar="X", help="that step (%(default)s)")
+    add("--entropy-coeff-step", type=float, default=2e-3, metavar="X", help="that step (%(default)s)")
     add(
         "--compare-stock",
         type=int,
@@ -78,17 +78,18 @@ def parse_arguments(world: World) -> argparse.Namespace:
     add("--num-attention-heads", type=int, default=4, metavar="N", help="%(default)s")
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--warmup-iters", type=int, default=300, metavar="N", help="of supervised learning (%(default)s)")
+    add("--warmup-iters", type=int, default=250, metavar="N", help="of supervised learning (%(default)s)")
     add("--warmup-lr", type=float, default=3e-3, metavar="LR", help="%(default)s")
     add("--train-iters", type=int, default=300, metavar="N", help="of GRPO (%(default)s)")
-    add("--lr", type=float, default=1e-3, help="of GRPO, constant (%(default)s)")
+    add("--lr", type=float, default=5e-4, help="of GRPO, constant after its warm-up (%(default)s)")
+    add("--lr-warmup-iters", type=int, default=20, metavar="N", help="%(default)s")
     add("--weight-decay", type=float, default=0.0, metavar="X", help="%(default)s")
     add("--clip-grad", type=float, default=1.0, metavar="NORM", help="%(default)s")
     add("--seed", type=int, default=1234, metavar="N", help="%(default)s")
     add("--log-interval", type=int, default=10, metavar="N", help="without a progress bar (%(default)s)")
     add("--save", type=Path, default=Path("runs/grpo_gpt"), metavar="DIR", help="%(default)s")
     # What the model and its optimizer take beside that.
-    parser.set_defaults(vocab_size=sums.VOCABULARY, seq_length=sums.LENGTH, lr_warmup_iters=20)
+    parser.set_defaults(vocab_size=sums.VOCABULARY, seq_length=sums.LENGTH)
     parser.set_defaults(bf16=False, sequence_parallel=False, untie_embeddings_and_output_weights=False)
     args = parser.parse_args()
     check_arguments(args, world)
@@ -100,7 +101,7 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
     launch.check_counts(args)
     launch.check_finite(args)
     launch.check_above_zero(args, "lr", "warmup_lr", "temperature", "clip_grad", "entropy_coeff_step")
-    for name in ("warmup_iters", "kl_coeff", "weight_decay", "target_entropy"):
+    for name in ("warmup_iters", "lr_warmup_iters", "kl_coeff", "weight_decay", "target_entropy"):
         value = getattr(args, name)
         if value is not None and value < 0:
             raise UserMistake(f"{launch.option(name)} must not be negative, not {value:g}.")

@@ -41,6 +41,7 @@ def train(args: argparse.Namespace, world: World) -> int:
     warm_up(policy, args, world)
     reference = frozen_copy(gpt, args, world)
     optimizer = megatron_gpt.build_optimizer(args, policy.model)
+    scheduler = megatron_gpt.build_schedule(args, optimizer, decay="constant")
     bonus = EntropyBonus(args.entropy_coeff, args.target_entropy, args.entropy_coeff_step)
     comparison = Comparison(policy)
     log = grpo_report.Log(args.save) if world.rank == 0 else None
@@ -51,6 +52,7 @@ def train(args: argparse.Namespace, world: World) -> int:
         rollout = grpo.collect(policy, reference, prompts, noise, args.group_size)
         if args.compare_stock and (iteration == 1 or iteration % args.compare_stock == 0):
             comparison.run(rollout)
+        scheduler.step(increment=1)
         updates, norms = [], []
         for part in rollout.parts(args.updates):
             updates.append(grpo.compute_gradients(policy, part, args, bonus.coefficient))
@@ -96,7 +98,7 @@ def warm_up(policy: Policy, args: argparse.Namespace, world: World) -> None:
         return
     schedule_of = argparse.Namespace(**vars(args) | {"lr": args.warmup_lr, "train_iters": args.warmup_iters})
     optimizer = megatron_gpt.build_optimizer(schedule_of, policy.model)
-    scheduler = megatron_gpt.cosine_schedule(schedule_of, optimizer)
+    scheduler = megatron_gpt.build_schedule(schedule_of, optimizer)
     generator = torch.Generator().manual_seed(args.seed)
     data_parallel = (parallel_state.get_data_parallel_group(),)
     progress = loop.bar(range(1, args.warmup_iters + 1), args.warmup_iters, world, name="warm-up")

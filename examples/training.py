@@ -78,7 +78,7 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
 
     model = megatron_gpt.wrap_for_training(gpt, config)
     optimizer = megatron_gpt.build_optimizer(args, model)
-    scheduler = megatron_gpt.cosine_schedule(args, optimizer)
+    scheduler = megatron_gpt.build_schedule(args, optimizer)
     world.say(*describe(args, world, megatron_gpt.parameter_count(gpt)), f"Text: {text.summary}")
 
     steps: list[report.Step] = []
