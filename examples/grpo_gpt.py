@@ -20,6 +20,7 @@ The folder --save gets plot.png, metrics.jsonl, tensorboard/ and a torch_dist ch
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import launch
@@ -107,9 +108,18 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
             raise UserMistake(f"{launch.option(name)} must not be negative, not {value:g}.")
     if args.target_entropy is not None and args.entropy_coeff < 0:
         raise UserMistake("--entropy-coeff must not be negative with --target-entropy, which adapts it.")
-    if len(args.clip_ratio) > 2 or not all(0 < bound < 10 for bound in args.clip_ratio):
+    uniform = math.log(args.vocab_size)
+    if args.target_entropy is not None and args.target_entropy > uniform:
+        raise UserMistake(
+            f"--target-entropy {args.target_entropy:g} is above ln V = {uniform:.2f}, the largest there is."
+        )
+    if len(args.clip_ratio) > 2 or not all(0 < bound < math.inf for bound in args.clip_ratio):
         given = " ".join(f"{bound:g}" for bound in args.clip_ratio)
         raise UserMistake(f"--clip-ratio takes one or two numbers above 0, such as 0.2 0.28, not {given}.")
+    if args.clip_ratio[0] >= 1:
+        raise UserMistake(
+            f"--clip-ratio {args.clip_ratio[0]:g}: the lower bound of the ratio, 1 minus it, must be above 0."
+        )
     if args.group_size < 2:
         raise UserMistake("--group-size must be at least 2: advantages are over others of the group.")
     launch.check_tensor_parallel_size(args, world)
