@@ -90,7 +90,7 @@ def next_token_targets_of_shard(
         return tokens.clone()
     of_tokens = chunks.of_tokens(held)
     last_of_chunk = of_tokens != of_tokens.roll(-1)
-    last_of_chunk[-1] = True
+    last_of_chunk[-1:].fill_(True)
     following = _following_first_tokens(real, chunks, rank, cp_group).flatten(-2)
     targets = torch.where(last_of_chunk, following[..., of_tokens], real.roll(-1, dims=-1))
     ends = _sequence_ends(cu_seqlens, held * size, tokens.device)[chunks.positions(rank, held)]
@@ -133,8 +133,8 @@ def _sequence_ends(cu_seqlens: Tensor | None, length: int, device: torch.device)
     """bool [T]: the last token of every sequence."""
     ends = torch.zeros(length, dtype=torch.bool, device=device)
     if length:
-        ends[-1] = True
+        ends[-1:].fill_(True)  # not an assignment, which brings True to a GPU by a host sync
         if cu_seqlens is not None:
-            # A sequence without tokens at the very beginning gives -1: the row's last token, an end as well.
-            ends[cu_seqlens[1:].long() - 1] = True
+            # Sequences without tokens at the very beginning give -1: the row's last token, an end as well.
+            ends.scatter_(0, (cu_seqlens[1:].long() - 1) % length, True)
     return ends
