@@ -70,7 +70,7 @@ def plot(runs: Mapping[str, Sequence[Step]], path: Path, group_size: int | None 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9, 6), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(2, 2, sharex=True)
     for axes, (name, title) in zip(grid.flat, PANELS, strict=True):

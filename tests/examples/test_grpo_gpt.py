@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -76,33 +77,31 @@ def test_the_same_seed_gives_the_same_numbers(trained: tuple[Path, str], tmp_pat
 
 
 def test_data_parallel_ranks_share_the_work(trained: tuple[Path, str], tmp_path: Path) -> None:
-    """The first iteration does what it does on tensor-parallel ranks; later ones drift, by samples."""
+    """The warm-up starts as it does on tensor-parallel ranks; what follows drifts, by Adam and by samples."""
     run = run_example(EXAMPLE, *TINY, "--compare-stock", "3", "--save", "out", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "TP 1, DP 2" in run.stdout
-    ours, other = metrics(tmp_path / "out")[0], metrics(trained[0])[0]
-    assert ours["reward"] == other["reward"]
-    for name in ("entropy", "kl", "answer_length", "gradient_norm"):
-        assert ours[name] == pytest.approx(other[name], rel=1e-2), name
+    losses = [
+        [float(loss) for loss in re.findall(r"^warm-up +(?:1|10|20)/120 \| loss (.*)$", printed, re.M)]
+        for printed in (run.stdout, trained[1])
+    ]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert all(2 <= step["answer_length"] <= 8 for step in metrics(tmp_path / "out"))
 
 
 @pytest.mark.slow
-def test_it_learns_and_the_target_holds_the_entropy(tmp_path: Path) -> None:
-    """On one rank, sequence-mean loss: the reward of the last ten iterations against the first ten."""
-    learning = [
-        *("--hidden-size", "48", "--prompts", "16", "--group-size", "8", "--loss", "sequence-mean"),
-        *("--warmup-iters", "220", "--warmup-lr", "5e-3", "--train-iters", "80", "--lr", "1e-3"),
-    ]
-    entropy = {}
-    for name, bonus in (("without", []), ("with", ["--target-entropy", "0.8"])):
-        run = run_example(EXAMPLE, *learning, *bonus, "--save", name, ranks=None, cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
-        steps = metrics(tmp_path / name)
-        first, last = (sum(step["reward"] for step in part) / 10 for part in (steps[:10], steps[-10:]))
-        assert last > first + 0.15, name
-        entropy[name] = sum(step["entropy"] for step in steps[-10:]) / 10
-    assert entropy["without"] < 0.6
-    assert entropy["with"] > 0.7
+def test_it_learns(tmp_path: Path) -> None:
+    """With the defaults, over a fifth of their iterations: means of the last ten and the first ten."""
+    run = run_example(EXAMPLE, *TENSOR_PARALLEL, "--train-iters", "60", "--save", "out", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    steps = metrics(tmp_path / "out")
+    before, after = (
+        {name: sum(step[name] for step in part) / 10 for name in ("reward", "entropy")}
+        for part in (steps[:10], steps[-10:])
+    )
+    assert after["reward"] > before["reward"] + 0.1  # seen: 0.34 and 0.56
+    assert after["entropy"] < before["entropy"] - 0.2  # without a bonus
 
 
 MISTAKES = {

@@ -74,6 +74,18 @@ def test_advantages_are_within_the_group() -> None:
         assert advantages[start : start + 4].tolist() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(("target", "expected"), [(None, [0.01] * 4), (0.6, [0.0, 0.02, 0.04, 0.02])])
+def test_the_coefficient_is_fixed_or_follows_its_target(target: float | None, expected: list[float]) -> None:
+    import grpo
+
+    bonus = grpo.EntropyBonus(0.01, target, step=0.02)
+    seen = []
+    for entropy in (0.9, 0.5, 0.5, 0.7):  # above the target, where 0 is the least, below, below, above
+        bonus.observe(entropy)
+        seen.append(bonus.coefficient)
+    assert seen == pytest.approx(expected)
+
+
 # --- on ranks -------------------------------------------------------------------------------------
 
 
