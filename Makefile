@@ -1,6 +1,7 @@
 # make test      sets everything up, then lint, types and all tests
 # make demo      sets everything up, then trains a small GPT with the entropy-aware head on two ranks
 # make demo-fsdp sets everything up, then trains a small Llama of Hugging Face's, sharded by FSDP2
+# make demo-grpo sets everything up, then teaches a small GPT by GRPO, without and with an entropy bonus
 # make help      lists every target
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter npu test compat demo demo-fsdp benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter npu test compat demo demo-fsdp demo-grpo benchmark megatron-lm format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -73,6 +74,15 @@ demo: $(STAMP) ## train a GPT on two tensor-parallel ranks
 demo-fsdp: $(STAMP) ## train a Hugging Face Llama on two ranks with FSDP2, or ARGS='--parallel fsdp1' or ddp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
 	    examples/fsdp_llama.py $(ARGS)
+
+# Two runs that differ in the bonus alone, and their plot: docs/grpo.md.
+demo-grpo: $(STAMP) ## teach a GPT by GRPO on two tensor-parallel ranks, without and with an entropy bonus
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+	    examples/grpo_gpt.py --tensor-model-parallel-size 2 --save runs/grpo_gpt/without $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+	    examples/grpo_gpt.py --tensor-model-parallel-size 2 --save runs/grpo_gpt/with --target-entropy 0.6 $(ARGS)
+	$(BIN)/python examples/grpo_report.py runs/grpo_gpt/without runs/grpo_gpt/with \
+	    --labels 'no entropy bonus' 'target entropy 0.6' --output runs/grpo_gpt/plot.png
 
 benchmark: $(STAMP) ## time and peak memory against eager
 	$(BIN)/python -m tests.benchmarks.fused_head $(ARGS)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import launch
 import torch
 from launch import UserMistake, World
 
@@ -65,10 +66,7 @@ def load_for_all(args: argparse.Namespace, world: World) -> Corpus:
     """Rank 0 reads and tokenizes, and the others are sent the tokens: no file system has to be shared."""
 
     def read() -> Corpus:
-        try:
-            args.save.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserMistake(f"--save: cannot make the folder {args.save}: {error.strerror}.") from None
+        launch.make_folder(args.save, "save")
         text = load(args.data, vocab_size=args.vocab_size, max_mib=args.max_data_mib, cache=args.cache_dir)
         windows = text.windows(args.seq_length)
         if windows < args.global_batch_size:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import corpus
 import launch
-from launch import UserMistake, World
+from launch import World
 
 PACKAGES = {"mcore_entropy": "mcore-entropy"}
 PACKAGES |= {name: name for name in ("transformers", "safetensors", "tokenizers", "tqdm", "matplotlib")}
@@ -85,9 +85,7 @@ def parse_arguments(world: World) -> argparse.Namespace:
 def check_arguments(args: argparse.Namespace, world: World) -> None:
     """Finds what is wrong before anything slow happens, and sets the sizes that follow from others."""
     launch.check_counts(args)
-    for name, value in vars(args).items():
-        if type(value) is float and not math.isfinite(value):
-            raise UserMistake(f"{launch.option(name)} must be a finite number, not {value}.")
+    launch.check_finite(args)
     launch.check_above_zero(args, "max_data_mib", "lr", "clip_grad")
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
     args.intermediate_size = args.intermediate_size or 32 * math.ceil(args.hidden_size / 12)

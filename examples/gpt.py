@@ -44,8 +44,13 @@ class ModelInputs:
             labels=labels,
             loss_mask=tokens != end_of_text,  # nothing tells how the next document starts
             position_ids=torch.arange(length, device=device).expand_as(tokens),
-            attention_mask=torch.ones(1, 1, length, length, device=device).triu(1).bool(),
+            attention_mask=causal_mask(length, device),
         )
+
+
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, s, s], True where a token must not look: at those after it."""
+    return torch.ones(1, 1, length, length, device=device).triu(1).bool()
 
 
 class TorchLayerNorm:
@@ -102,10 +107,8 @@ def wrap_for_training(gpt: GPTModel, config: TransformerConfig) -> DistributedDa
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
 
 
-def build_optimizer(
-    args: argparse.Namespace, model: DistributedDataParallel
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW (fp32 master weights under bf16), and a learning rate that warms up and decays as a cosine."""
+def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> MegatronOptimizer:
+    """AdamW (fp32 master weights under bf16), with the learning rate --lr until a schedule sets another."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
@@ -115,21 +118,26 @@ def build_optimizer(
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
     )
-    optimizer = get_megatron_optimizer(config, [model])
-    scheduler = OptimizerParamScheduler(
+    return get_megatron_optimizer(config, [model])
+
+
+def build_schedule(
+    args: argparse.Namespace, optimizer: MegatronOptimizer, decay: str = "cosine"
+) -> OptimizerParamScheduler:
+    """A learning rate that warms up, and then decays in this style of Megatron's."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.lr / 10,
         lr_warmup_steps=min(args.lr_warmup_iters, args.train_iters - 1),
         lr_decay_steps=args.train_iters,
-        lr_decay_style="cosine",
+        lr_decay_style=decay,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters,
         wd_incr_style="constant",
     )
-    return optimizer, scheduler
 
 
 def parameter_count(gpt: GPTModel) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -135,8 +137,15 @@ def option(name: str) -> str:
 def check_counts(args: argparse.Namespace) -> None:
     """Raises `UserMistake` for a whole number below 1 that is no seed and no warm-up."""
     for name, value in vars(args).items():
-        if type(value) is int and name not in ("seed", "lr_warmup_iters") and value < 1:
+        if type(value) is int and name not in ("seed", "lr_warmup_iters", "warmup_iters") and value < 1:
             raise UserMistake(f"{option(name)} must be at least 1, not {value}.")
+
+
+def check_finite(args: argparse.Namespace) -> None:
+    """Raises `UserMistake` for a number that is infinite or none at all."""
+    for name, value in vars(args).items():
+        if type(value) is float and not math.isfinite(value):
+            raise UserMistake(f"{option(name)} must be a finite number, not {value}.")
 
 
 def check_above_zero(args: argparse.Namespace, *names: str) -> None:
@@ -151,6 +160,25 @@ def check_multiples(args: argparse.Namespace, *rules: tuple[str, int, str]) -> N
     for name, divisor, why in rules:
         if getattr(args, name) % divisor:
             raise UserMistake(f"{option(name)} {getattr(args, name)} is not a multiple of {divisor}, {why}.")
+
+
+def check_tensor_parallel_size(args: argparse.Namespace, world: World) -> None:
+    """Raises `UserMistake` unless it divides the processes; sets the data-parallel size that follows."""
+    tp = args.tensor_model_parallel_size
+    if world.size % tp:
+        raise UserMistake(
+            f"--tensor-model-parallel-size {tp} does not divide the number of processes, {world.size}: "
+            f"start {tp} of them or a multiple with torchrun --nproc-per-node."
+        )
+    args.data_parallel_size = world.size // tp
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Raises `UserMistake` where the folder of the option `name` cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserMistake(f"{option(name)}: cannot make the folder {folder}: {error.strerror}.") from None
 
 
 def check_packages(packages: Mapping[str, str]) -> None:

@@ -79,14 +79,9 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
     launch.check_counts(args)
     launch.check_above_zero(args, "max_data_mib", "lr")
     tp = args.tensor_model_parallel_size
-    if world.size % tp:
-        raise UserMistake(
-            f"--tensor-model-parallel-size {tp} does not divide the number of processes, {world.size}: "
-            f"start {tp} of them or a multiple with torchrun --nproc-per-node."
-        )
+    launch.check_tensor_parallel_size(args, world)
     if args.sequence_parallel and tp == 1:
         raise UserMistake("--sequence-parallel needs a --tensor-model-parallel-size above 1.")
-    args.data_parallel_size = world.size // tp
     one_micro_batch_each = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or one_micro_batch_each
     launch.check_multiples(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Step:
     seconds: float
 
 
-def write_json_lines(steps: Sequence[Step], path: Path) -> None:
+def write_json_lines(steps: Sequence[Any], path: Path) -> None:
+    """One line for each step, a dataclass."""
     path.write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps), encoding="utf-8")
 
 

@@ -77,7 +77,8 @@ def train(args: argparse.Namespace, world: World, text: Corpus) -> int:
             return compute(head)
 
     model = megatron_gpt.wrap_for_training(gpt, config)
-    optimizer, scheduler = megatron_gpt.build_optimizer(args, model)
+    optimizer = megatron_gpt.build_optimizer(args, model)
+    scheduler = megatron_gpt.build_schedule(args, optimizer)
     world.say(*describe(args, world, megatron_gpt.parameter_count(gpt)), f"Text: {text.summary}")
 
     steps: list[report.Step] = []
