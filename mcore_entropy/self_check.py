@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ class _Case:
     def ours(self, inputs: list[Tensor], **keywords: Any) -> me.TokenStatistics:
         raise NotImplementedError
 
+    @cached_property
     def _truth(self) -> tuple[Tensor, list[Tensor]]:
         """Log-probs and entropy [2, N], and the gradients, dense in fp64."""
         inputs = [x.double().requires_grad_() for x in self.inputs]
@@ -102,6 +103,10 @@ class _Case:
         log_probs = log_p.gather(1, self._target[:, None])[:, 0]
         both = torch.stack((log_probs, -(log_p.exp() * log_p).sum(1))) * self._mask
         return both.detach(), list(torch.autograd.grad((both * self._upstream).sum(), inputs))
+
+    @cached_property
+    def _first_run(self) -> tuple[Tensor, list[Tensor]]:
+        return self._found()
 
     def _found(self) -> tuple[Tensor, list[Tensor]]:
         inputs = [x.to(self._device).requires_grad_() for x in self.inputs]
@@ -117,16 +122,16 @@ class _Case:
         return both.detach().cpu(), [gradient.cpu() for gradient in gradients]
 
     def value_error(self) -> tuple[float, float]:
-        truth, found = self._truth()[0], self._found()[0]
+        truth, found = self._truth[0], self._first_run[0]
         return _error(found, truth), _VALUES
 
     def gradient_error(self) -> tuple[float, float]:
-        pairs = zip(self._found()[1], self._truth()[1], strict=True)
+        pairs = zip(self._first_run[1], self._truth[1], strict=True)
         return max(_error(found, truth) for found, truth in pairs), _GRADIENTS[self._dtype]
 
     def different_runs(self, runs: int) -> tuple[float, float]:
         """How many of the runs have other bits than the first; none may."""
-        first = self._found()
+        first = self._first_run
         different = 0
         for _ in range(runs):
             values, gradients = self._found()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from mcore_entropy.functional.arguments import checked_chunk_size
+from mcore_entropy.functional.arguments import check_bool, checked_chunk_size
 from mcore_entropy.functional.logits import entropy_of_logits
 from mcore_entropy.parallel import TensorParallelGroup
 
@@ -63,12 +63,8 @@ def entropy_function(
     Raises:
         ValueError: a value is not of its kind.
     """
-    for name, value in (
-        ("entropy_from_logits_with_chunking", entropy_from_logits_with_chunking),
-        ("entropy_checkpointing", entropy_checkpointing),
-    ):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}: expected True or False, got {value!r}")
+    check_bool("entropy_from_logits_with_chunking", entropy_from_logits_with_chunking)
+    check_bool("entropy_checkpointing", entropy_checkpointing)
     size = checked_chunk_size(entropy_from_logits_chunk_size, default=2048)
     chunk_size = size if entropy_from_logits_with_chunking else None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_entropy.adapters.entropy_from_logits import entropy_from_logits, entropy_from_logits_with_chunking
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.functional.arguments import FLOATS, check_tensor
+from mcore_entropy.functional.arguments import FLOATS, check_bool, check_tensor
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.logits import (
@@ -26,7 +26,7 @@ from mcore_entropy.functional.logits import (
     vocab_parallel_log_probs_and_entropy,
 )
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import TensorParallelGroup
+from mcore_entropy.parallel import GroupArgument, TensorParallelGroup
 from mcore_entropy.statistics import TokenStatistics, Wanted
 
 # Four of them exist already: verl's arguments come first in them, what is ours is keyword-only.
@@ -41,8 +41,6 @@ __all__ = [
     "vocab_parallel_log_probs_from_logits",
     "vocab_parallel_sum_pi_squared",
 ]
-
-_IGNORED = -100
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -75,14 +73,17 @@ def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
 
     Collectives: one MAX all-reduce of N and one SUM all-reduce of 3 N numbers.
     """
-    with errors_on_every_rank(TensorParallelGroup.resolve(None)):
-        check_tensor("vocab_parallel_logits", vocab_parallel_logits, FLOATS, None)
-    logits = vocab_parallel_logits.detach()
-    no_labels = torch.full(logits.shape[:-1], _IGNORED, device=logits.device)
-    statistics = vocab_parallel_log_probs_and_entropy(
-        logits, no_labels, entropy=False, metrics=("sum_pi_squared",)
-    )
-    return statistics.metrics["sum_pi_squared"]
+    return sum_pi_squared_over(None, vocab_parallel_logits)
+
+
+def sum_pi_squared_over(tp_group: GroupArgument, logits: Tensor) -> Tensor:
+    """`vocab_parallel_sum_pi_squared` over the ranks of a group, or on a single one."""
+    with errors_on_every_rank(TensorParallelGroup.resolve(tp_group)):
+        check_tensor("vocab_parallel_logits", logits, FLOATS, None)
+    logits = logits.detach()
+    no_labels = torch.full(logits.shape[:-1], Keywords.ignore_index, device=logits.device)
+    keywords = Keywords(target=no_labels, wanted=Wanted(entropy=False, metrics=("sum_pi_squared",)))
+    return statistics_of_logits(logits, tp_group, keywords).metrics["sum_pi_squared"]
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -102,7 +103,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
     Saved for backward: the logits and labels by reference, and two numbers a token.
     """
-    _check_bool("inplace_backward", inplace_backward)
+    check_bool("inplace_backward", inplace_backward)
     keywords = Keywords(target=labels, wanted=Wanted(entropy=False))
     return statistics_of_logits(logits, TensorParallelGroup.single_rank(), keywords).log_probs
 
@@ -195,8 +196,8 @@ def linear_cross_entropy_statistics(
     """
     group = _group(dist_process_group)
     with errors_on_every_rank(group):
-        _check_bool("calculate_entropy", calculate_entropy)
-        _check_bool("calculate_sum_pi_squared", calculate_sum_pi_squared)
+        check_bool("calculate_entropy", calculate_entropy)
+        check_bool("calculate_sum_pi_squared", calculate_sum_pi_squared)
         hidden = _packed("hidden", hidden)
         check_tensor("hidden", hidden, FLOATS, None)
         if hidden.dim() < 2:
@@ -222,11 +223,6 @@ def _group(dist_process_group: dist.ProcessGroup | None) -> TensorParallelGroup:
     if dist_process_group is None:
         return TensorParallelGroup.single_rank()
     return TensorParallelGroup.resolve(dist_process_group)
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def _packed(name: str, value: Tensor) -> Tensor:

@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_entropy.adapters import verl
-from mcore_entropy.adapters.verl_request import Asked, HeadRequest, at_least_smallest, request_of
+from mcore_entropy.adapters.verl_request import Asked, HeadRequest, at_least_smallest, request_of, with_flags
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
-from mcore_entropy.functional.logits import statistics_of_logits
 from mcore_entropy.functional.problem import Keywords
 from mcore_entropy.parallel import TensorParallelGroup
-from mcore_entropy.statistics import Wanted
 
 _REQUEST = "mcore_entropy_request"  # its key among the engine's output_args
 _BACKENDS = ("torch", "liger")
@@ -112,10 +110,7 @@ def sum_pi_squared_of_logits(logits: Tensor) -> Tensor:
     Raises:
         ValueError: an argument does not fit.
     """
-    no_labels = torch.full(logits.shape[:-1], -100, device=logits.device)
-    keywords = Keywords(target=no_labels, wanted=Wanted(entropy=False, metrics=("sum_pi_squared",)))
-    statistics = statistics_of_logits(logits.detach(), TensorParallelGroup.single_rank(), keywords)
-    return statistics.metrics["sum_pi_squared"]
+    return verl.sum_pi_squared_over(TensorParallelGroup.single_rank(), logits)
 
 
 def prepare_model_inputs_on(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +127,7 @@ def prepare_model_inputs_on(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not (fused and _calls_our_head(self.module)):
             inputs: tuple[dict[str, Any], dict[str, Any]] = stock(self, micro_batch)
             return inputs
-        model_inputs, output_args = stock(self, _with(micro_batch, use_fused_kernels=False))
+        model_inputs, output_args = stock(self, with_flags(micro_batch, use_fused_kernels=False))
         temperature = micro_batch["temperature"]
         if not isinstance(temperature, Tensor):
             at: float | Tensor = float(temperature)
@@ -176,7 +171,7 @@ def prepare_model_outputs_on(stock: Callable[..., Any]) -> Callable[..., Any]:
             output.log_probs = output.log_probs.view(rows, -1)
             if output.entropy is not None:
                 output.entropy = output.entropy.view(rows, -1)
-        unasked = _with(micro_batch, calculate_sum_pi_squared=False)
+        unasked = with_flags(micro_batch, calculate_sum_pi_squared=False)
         outputs = stock(self, output, output_args, unasked, logits_processor_func)
         if request.asked.sum_pi_squared:
             offsets = micro_batch["input_ids"].offsets()
@@ -191,15 +186,6 @@ def prepare_model_outputs_on(stock: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return prepare_model_outputs
-
-
-def _with(micro_batch: Any, **flags: bool) -> Any:
-    """A shallow copy of the micro-batch with other flags."""
-    from verl.utils import tensordict_utils as tu
-
-    copy = micro_batch.copy()
-    tu.assign_non_tensor(copy, **flags)
-    return copy
 
 
 def _calls_our_head(module: torch.nn.Module) -> bool:

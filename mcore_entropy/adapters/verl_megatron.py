@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_entropy.adapters.verl_request import Asked, HeadRequest, at_least_smallest, request_of
+from mcore_entropy.adapters.verl_request import Asked, HeadRequest, at_least_smallest, request_of, with_flags
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.logits import vocab_parallel_log_probs_and_entropy
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.statistics import LogitTransform, TokenStatistics
+from mcore_entropy.statistics import TokenStatistics
 
 # Between the engine's step, which knows, and the head's call inside it, whose arguments have no place for it.
 _SUM_PI_SQUARED: ContextVar[bool] = ContextVar("calculate_sum_pi_squared", default=False)
@@ -50,9 +50,10 @@ def fused_output_processor(
     from megatron.core import parallel_state
     from verl.utils.model import CausalLMOutputForPPO
 
-    mup = float(config.mup_output_mult) if getattr(config, "use_mup", False) else None
+    from mcore_entropy.megatron.output_layer import after_mup
+
     options = LinearOptions(
-        transform=None if mup is None else LogitTransform(mup),
+        transform=after_mup(config, None),
         sequence_parallel=config.sequence_parallel,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
@@ -242,8 +243,7 @@ def forward_step_on(stock: Callable[..., Any]) -> Callable[..., Any]:
         fused = tu.get_non_tensor_data(batch, "use_fused_kernels", self.engine_config.use_fused_kernels)
         sum_pi_squared = bool(fused and tu.get_non_tensor_data(batch, "calculate_sum_pi_squared", False))
         if sum_pi_squared:
-            batch = batch.copy()
-            tu.assign_non_tensor(batch, calculate_sum_pi_squared=False)
+            batch = with_flags(batch, calculate_sum_pi_squared=False)
         token = _SUM_PI_SQUARED.set(sum_pi_squared)
         try:
             return stock(self, iter((batch,)), *args, **kwargs)

@@ -8,6 +8,7 @@ parameters, and would round temperatures to bf16.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,3 +77,12 @@ def at_least_smallest(temperature: float | Tensor) -> float | Tensor:
         temperature = temperature.to(torch.float32)
         return torch.where(temperature > 0, temperature, SMALLEST_TEMPERATURE)
     return max(temperature, SMALLEST_TEMPERATURE)
+
+
+def with_flags(micro_batch: Any, **flags: bool) -> Any:
+    """A shallow copy of verl's micro-batch with other flags."""
+    from verl.utils import tensordict_utils as tu
+
+    copy = micro_batch.copy()
+    tu.assign_non_tensor(copy, **flags)
+    return copy

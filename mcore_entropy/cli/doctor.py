@@ -144,7 +144,6 @@ def _megatron() -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of everything optional that is not there
             model = importlib.import_module("megatron.core.models.gpt").GPTModel
-        from mcore_entropy.megatron.mindspeed import check_import_order
     except Exception as error:  # what its imports raise depends on what is missing
         yield Finding(
             section,
@@ -175,10 +174,6 @@ def _megatron() -> Iterator[Finding]:
         if has_processor
         else "GPTModel takes none before 0.18; Megatron-RL's patches need it, nothing else does",
     )
-    try:
-        check_import_order()
-    except ValueError as error:
-        yield Finding(section, "MindSpeed", State.WRONG, str(error))
 
 
 # Ours, and what others' variables change in our results or speed.

@@ -20,6 +20,12 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless this is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+
+
 @dataclass(frozen=True)
 class TokenArguments:
     """What is given per token, flattened over the leading dimensions to [N].

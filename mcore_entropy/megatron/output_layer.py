@@ -145,7 +145,7 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             wanted=wanted,
         )
         options = LinearOptions(
-            transform=self._transform(),
+            transform=after_mup(self.config, self.entropy_config.transform),
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
             # A reference model, called without a graph, needs no main_grad.
@@ -166,7 +166,7 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
     ) -> TokenStatistics:
         config = self.entropy_config
         logits, _ = super().forward(hidden, weight, runtime_gather_output=False)
-        transform = self._transform()
+        transform = after_mup(self.config, self.entropy_config.transform)
         if isinstance(temperature, Tensor):  # a half-precision one would round the quotient below
             temperature = temperature.to(torch.promote_types(temperature.dtype, torch.float32))
         return vocab_parallel_log_probs_and_entropy(
@@ -183,10 +183,10 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             execution=config.execution,
         )
 
-    def _transform(self) -> LogitTransform | None:
-        """entropy_config's, after MuP's factor: what the model does to the logits of its stock head."""
-        transform = self.entropy_config.transform
-        if not getattr(self.config, "use_mup", False):  # from megatron-core 0.17 on
-            return transform
-        own = LogitTransform() if transform is None else transform
-        return LogitTransform(float(self.config.mup_output_mult) * own.scale, own.softcap)
+
+def after_mup(model_config: Any, transform: LogitTransform | None) -> LogitTransform | None:
+    """The transform, after MuP's factor: what the model does to the logits of its stock head."""
+    if not getattr(model_config, "use_mup", False):  # from megatron-core 0.17 on
+        return transform
+    own = LogitTransform() if transform is None else transform
+    return LogitTransform(float(model_config.mup_output_mult) * own.scale, own.softcap)

@@ -15,30 +15,8 @@ from torch import Tensor
 
 from mcore_entropy import EntropyConfig
 from mcore_entropy.adapters.huggingface import swap_lm_head
+from tests.benchmarks.qwen2 import build, eager_statistics
 from tests.benchmarks.training_step import measure
-
-
-def build(args: argparse.Namespace) -> Any:
-    config = transformers.Qwen2Config(
-        vocab_size=args.vocab_size,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=args.layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    with torch.device(args.device):
-        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.gradient_checkpointing_enable()
-    model.train()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
 
 
 def loss_alone(model: Any, ids: Tensor) -> Tensor:
@@ -47,9 +25,8 @@ def loss_alone(model: Any, ids: Tensor) -> Tensor:
 
 def stock_and_entropy(model: Any, ids: Tensor) -> Tensor:
     """What people write by hand on the model's logits."""
-    log_p = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
-    log_probs = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return -log_probs.mean() - 0.01 * (-(log_p.exp() * log_p).sum(-1)).mean()
+    log_probs, entropy = eager_statistics(model, ids)
+    return -log_probs.mean() - 0.01 * entropy.mean()
 
 
 def ours(model: Any, ids: Tensor) -> Tensor:
@@ -66,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    model = build(args)
+    model = build("0.5b", args.device, vocab_size=args.vocab_size, num_hidden_layers=args.layers)
     ids = torch.randint(
         0, args.vocab_size, (args.sequences, args.tokens // args.sequences), device=args.device
     )

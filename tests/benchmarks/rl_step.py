@@ -26,37 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from mcore_entropy import EntropyConfig, linear_log_probs_and_entropy
 from mcore_entropy.adapters.huggingface import swap_lm_head
 from mcore_entropy.swap_handle import SwapHandle
+from tests.benchmarks.qwen2 import SHAPES, build, eager_statistics
 from tests.benchmarks.timing import interleaved
+from tests.benchmarks.training_step import bytes_before, peak_gib_beyond
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": dict(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "7b": dict(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=4,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ),
-    "tiny": dict(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-}
 CHUNK = 2048
 
 
@@ -77,9 +50,8 @@ Statistics = Callable[[Batch], tuple[Tensor, Tensor]]  # log-probs and entropy, 
 
 
 def eager(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What most loops do: fp32 log_softmax of all logits."""
-    log_p = model(input_ids=batch.ids).logits[:, :-1].float().log_softmax(-1)
-    return log_p.gather(-1, batch.ids[:, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    """What most loops do."""
+    return eager_statistics(model, batch.ids)
 
 
 def _entropy_of_chunk(logits: Tensor) -> Tensor:
@@ -162,32 +134,13 @@ def log_prob_pass(statistics: Statistics, batch: Batch) -> Tensor:
     return torch.stack((log_probs.mean(), entropy.mean()))
 
 
-def build(shape: str, device: str) -> Any:
-    config = transformers.Qwen2Config(
-        **SHAPES[shape], max_position_embeddings=32768, use_cache=False, attn_implementation="sdpa"
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.gradient_checkpointing_enable()
-    model.train()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
 def peak_gib(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
     """Its result, and the peak beyond what there was before; weights and gradients were."""
     run()
-    if not torch.cuda.is_available():
-        return run(), 0.0
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = bytes_before()
     result = run()
-    torch.cuda.synchronize()
-    return result, (torch.cuda.max_memory_allocated() - before) / 2**30
+    return result, peak_gib_beyond(before)
 
 
 def measure(batch: Batch, heads: dict[str, Statistics], rounds: int) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import mcore_entropy as me
+from mcore_entropy.backends import TorchBackend
 from tests import reference as ref
 from tests.comparison import (
     GRADIENTS,
@@ -283,3 +285,15 @@ def check_linear(
         compare_gradient(name, gradient, truth, eager, **how)
         assert_same_bits(leaves[name].detach(), before[name], f"{name} after forward and backward")
     return ours, gradients
+
+
+def put_torch_backend_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every S of the torch backend is wrong by 1e-4 of it."""
+    right = TorchBackend.tile_statistics
+
+    def off(*arguments: Any) -> Any:
+        statistics = right(*arguments)
+        statistics.sum_exp.mul_(1 + 1e-4)
+        return statistics
+
+    monkeypatch.setattr(TorchBackend, "tile_statistics", staticmethod(off))

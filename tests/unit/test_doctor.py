@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from mcore_entropy.adapters import npu
-from mcore_entropy.backends import TorchBackend
 from mcore_entropy.cli import doctor
 from mcore_entropy.cli.doctor import Finding, State
+from tests.unit.cases import put_torch_backend_off
 
 COMMAND = [sys.executable, "-m", "mcore_entropy.cli"]
 
@@ -157,14 +157,7 @@ def test_without_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TorchBackend.tile_statistics
-
-    def off(z: Any, target: Any, wanted: Any) -> Any:
-        statistics = right(z, target, wanted)
-        statistics.sum_exp.mul_(1 + 1e-4)
-        return statistics
-
-    monkeypatch.setattr(TorchBackend, "tile_statistics", staticmethod(off))
+    put_torch_backend_off(monkeypatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = wrong(doctor._self_test())
     assert any("logits: values" in finding.text for finding in found)

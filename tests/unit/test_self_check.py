@@ -9,6 +9,7 @@ import torch
 
 from mcore_entropy.backends import TorchBackend
 from mcore_entropy.self_check import run_checks
+from tests.unit.cases import put_torch_backend_off
 
 
 def test_it_passes() -> None:
@@ -21,14 +22,7 @@ def test_it_passes() -> None:
 
 def test_it_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that is a little off, and one that raises."""
-    right = TorchBackend.tile_statistics
-
-    def off(z: Any, target: Any, wanted: Any) -> Any:
-        statistics = right(z, target, wanted)
-        statistics.sum_exp.mul_(1 + 1e-4)
-        return statistics
-
-    monkeypatch.setattr(TorchBackend, "tile_statistics", staticmethod(off))
+    put_torch_backend_off(monkeypatch)
     results = list(run_checks(torch.device("cpu"), ["torch"], [torch.float32, torch.bfloat16], runs=2))
     assert not any(result.passed for result in results if result.name.endswith(": values"))
 

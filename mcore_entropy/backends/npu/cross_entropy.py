@@ -36,23 +36,23 @@ def fused_tile_statistics(z: Tensor, target: Tensor | None, wanted: Wanted) -> P
     tokens, columns = z.shape
     if tokens == 0 or columns == 0:
         return PartialStatistics.empty(tokens, wanted, like=z)
-    largest = z.argmax(1)
-    maximum = z.gather(1, largest.unsqueeze(1)).squeeze(1)
+    maximum, largest = z.max(1)
     log_sum, log_p = _operator(z, largest)
     # A tile that is -inf everywhere has no softmax; its sums are 0, and merging takes its maximum.
     empty = maximum == -math.inf
     log_sum = torch.where(empty, 0.0, log_sum)
     log_p = torch.where(empty.unsqueeze(1), LOWEST_DIFFERENCE, log_p).clamp_(min=LOWEST_DIFFERENCE)
     sum_exp = torch.where(empty, 0.0, log_sum.exp())
-    p = log_p.exp()
-    difference = log_p.add_(log_sum.unsqueeze(1)) if wanted.centred or wanted.centred_squared else None
     centred = centred_squared = exp_squared = None
-    if wanted.exp_squared:
-        exp_squared = sum_exp * sum_exp * torch.linalg.vecdot(p, p)
-    if difference is not None and wanted.centred:
-        centred = sum_exp * torch.linalg.vecdot(p, difference)
-    if difference is not None and wanted.centred_squared:
-        centred_squared = sum_exp * torch.linalg.vecdot(p, difference.square_())
+    if wanted.centred or wanted.exp_squared:  # a log-prob alone needs none of the tile's p
+        p = log_p.exp()
+        difference = log_p.add_(log_sum.unsqueeze(1))
+        if wanted.exp_squared:
+            exp_squared = sum_exp * sum_exp * torch.linalg.vecdot(p, p)
+        if wanted.centred:
+            centred = sum_exp * torch.linalg.vecdot(p, difference)
+        if wanted.centred_squared:
+            centred_squared = sum_exp * torch.linalg.vecdot(p, difference.square_())
     return PartialStatistics(
         maximum=maximum,
         sum_exp=sum_exp,
