@@ -10,8 +10,8 @@ vocabulary; the old policy's and the reference's log-probs come without a graph 
 Runs on GPUs (NCCL) where there is one for each process, otherwise on CPUs (gloo). Number of processes =
 tensor-parallel x data-parallel size.
 
-What you should see: the reward rises. Without a bonus the entropy falls to nearly nothing: the policy ends
-up with one or two answers to each prompt. With --target-entropy the reward rises too, and the answers stay
+What you should see: the reward rises. Without a bonus the entropy falls and falls: the policy ends up
+with one or two right answers to each prompt. With --target-entropy the reward rises too, and the answers stay
 different. docs/grpo.md has the picture.
 
 The folder --save gets plot.png, metrics.jsonl, tensorboard/ and a torch_dist checkpoint.

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,6 +60,13 @@ def test_solved_problems_are_rewarded_and_their_mask_covers_the_answer() -> None
     endless = torch.full((1, sums.LENGTH), ord("1"))
     assert sums.answer_mask(endless).tolist() == [[False] * 3 + [True] * 8]
     assert sums.rewards(torch.cat([rows[:1, :3], endless[:, 3:]], 1)).tolist() == [0.0]
+
+
+def test_every_number_has_many_right_answers() -> None:
+    written = ("+".join(digits) for terms in (2, 3, 4) for digits in product("123456789", repeat=terms))
+    answers = [f"{text}\n".encode() for text in written]
+    right = [sum(sums.reward(b"%02d=" % number, answer) for answer in answers) for number in sums.NUMBERS]
+    assert (min(right), max(right)) == (14, 525)
 
 
 def test_advantages_are_within_the_group() -> None:
