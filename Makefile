@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter npu test compat demo demo-fsdp demo-grpo benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter npu verl test compat demo demo-fsdp demo-grpo benchmark megatron-lm format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -60,6 +60,25 @@ npu: $(STAMP) ## the npu backend on the correctness grid, one rank and several
 	    tests/unit/test_linear_rows.py tests/unit/test_logits.py tests/unit/test_logits_rows.py \
 	    tests/distributed/test_parity.py tests/distributed/test_collectives.py tests/distributed/test_errors.py \
 	    -k "not float64" $(ARGS)
+
+# verl as a whole wants vLLM and more: these are what the modules import that the tests go through. In an
+# environment of its own, which sees the packages of $(VENV), so that no other test meets verl's pins.
+VERL ?= verl==0.9.1
+VERL_IMPORTS := codetiming datasets dill hydra-core omegaconf packaging pandas pyarrow pylatexenc ray \
+    tensordict==0.10.0 torchdata
+
+verl: $(VENV)-verl/.installed ## verl's functions and engines, verl's own package, on ours
+	$(VENV)-verl/bin/python -m pytest tests/adapters/test_verl.py tests/adapters/test_verl_fsdp.py \
+	    tests/adapters/test_verl_switch.py tests/distributed/test_verl.py tests/megatron/test_verl_engine.py \
+	    tests/patches/test_verl.py $(ARGS)
+
+$(VENV)-verl/.installed: $(STAMP)
+	$(BIN)/python -m venv --clear $(VENV)-verl
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(VENV)-verl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install --quiet --no-compile $(VERL_IMPORTS)
+	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps '$(VERL)'
+	@touch $@
 
 test: lint types pytest interpreter npu ## lint, types and all tests
 

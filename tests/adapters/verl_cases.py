@@ -18,7 +18,7 @@ from tests.unit.cases import compare_gradient, compare_values, head_gradients, l
 SHAPES = [(121, 224, 2376), (135, 56, 2374), (96, 128, 504), (87, 256, 1600), (512, 256, 1600)]
 TEMPERATURE = 1.5  # theirs
 
-NEEDS_VERL = "needs verl: pip install --no-deps verl==0.9.1, and what it imports"
+NEEDS_VERL = "needs verl's own package: make verl has it"
 
 
 @dataclass(frozen=True)
