@@ -43,20 +43,24 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
 
-# ARGS goes to pytest or to the program: make pytest ARGS='-k entropy -x'
+# Test processes; each starts ranks of its own. A file's tests stay in one: they share models and ranks.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+# ARGS goes to pytest or to the program: make pytest ARGS='-k entropy -x --numprocesses 0'
 pytest: $(STAMP) ## the tests alone
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # The kernels of the Triton backend, program by program in numpy: slow, so the core's grid and their own tests.
 # fp64 never goes to them.
 interpreter: $(STAMP) ## the Triton backend's tests in Triton's interpreter, on the CPU
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter tests/unit/test_linear.py \
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/unit/test_linear.py \
 	    tests/unit/test_linear_rows.py tests/unit/test_logits.py tests/unit/test_logits_rows.py \
 	    -m "not uninterpreted" -k "not float64" -W ignore::RuntimeWarning:triton $(ARGS)
 
 # The correctness grid through the npu backend, with a stand-in for Ascend's operator on the CPU.
 npu: $(STAMP) ## the npu backend on the correctness grid, one rank and several
-	MCORE_ENTROPY_TEST_BACKEND=npu_fused $(BIN)/python -m pytest tests/unit/test_linear.py \
+	MCORE_ENTROPY_TEST_BACKEND=npu_fused $(PYTEST) tests/unit/test_linear.py \
 	    tests/unit/test_linear_rows.py tests/unit/test_logits.py tests/unit/test_logits_rows.py \
 	    tests/distributed/test_parity.py tests/distributed/test_collectives.py tests/distributed/test_errors.py \
 	    -k "not float64" $(ARGS)
@@ -68,7 +72,7 @@ VERL_IMPORTS := codetiming datasets dill hydra-core omegaconf packaging pandas p
     tensordict==0.10.0 torchdata
 
 verl: $(VENV)-verl/.installed ## verl's functions and engines, verl's own package, on ours
-	$(VENV)-verl/bin/python -m pytest tests/adapters/test_verl.py tests/adapters/test_verl_fsdp.py \
+	$(VENV)-verl/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile tests/adapters/test_verl.py tests/adapters/test_verl_fsdp.py \
 	    tests/adapters/test_verl_switch.py tests/distributed/test_verl.py tests/megatron/test_verl_engine.py \
 	    tests/patches/test_verl.py $(ARGS)
 

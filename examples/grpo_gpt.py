@@ -46,7 +46,7 @@ def parse_arguments(world: World) -> argparse.Namespace:
         help="adapt the coefficient from C on: a step up below this mean entropy of a token, a step down "
         "above it, never below 0",
     )
-    add("--entropy-coeff-step", type=float, default=2e-3, metavar="X", help="that step (%(default)s)")
+    add("--entropy-coeff-step", type=float, metavar="X", help="that step (0.002)")
     add(
         "--compare-stock",
         type=int,
@@ -80,7 +80,7 @@ def parse_arguments(world: World) -> argparse.Namespace:
     group = parser.add_argument_group("training")
     add = group.add_argument
     add("--warmup-iters", type=int, default=250, metavar="N", help="of supervised learning (%(default)s)")
-    add("--warmup-lr", type=float, default=3e-3, metavar="LR", help="%(default)s")
+    add("--warmup-lr", type=float, metavar="LR", help="0.003")
     add("--train-iters", type=int, default=300, metavar="N", help="of GRPO (%(default)s)")
     add("--lr", type=float, default=5e-4, help="of GRPO, constant after its warm-up (%(default)s)")
     add("--lr-warmup-iters", type=int, default=20, metavar="N", help="%(default)s")
@@ -101,6 +101,12 @@ def check_arguments(args: argparse.Namespace, world: World) -> None:
     """Finds what is wrong before anything slow happens, and sets the sizes that follow from others."""
     launch.check_counts(args)
     launch.check_finite(args)
+    if args.target_entropy is None and args.entropy_coeff_step is not None:
+        raise UserMistake("--entropy-coeff-step is for --target-entropy, and does nothing without it.")
+    if not args.warmup_iters and args.warmup_lr is not None:
+        raise UserMistake("--warmup-lr does nothing with --warmup-iters 0.")
+    args.entropy_coeff_step = 2e-3 if args.entropy_coeff_step is None else args.entropy_coeff_step
+    args.warmup_lr = 3e-3 if args.warmup_lr is None else args.warmup_lr
     launch.check_above_zero(args, "lr", "warmup_lr", "temperature", "clip_grad", "entropy_coeff_step")
     for name in ("warmup_iters", "lr_warmup_iters", "kl_coeff", "weight_decay", "target_entropy"):
         value = getattr(args, name)

@@ -26,7 +26,7 @@ from mcore_entropy.functional.logits import (
     vocab_parallel_log_probs_and_entropy,
 )
 from mcore_entropy.functional.problem import Keywords
-from mcore_entropy.parallel import GroupArgument, TensorParallelGroup
+from mcore_entropy.parallel import GroupArgument, TensorParallelGroup, checks_enabled
 from mcore_entropy.statistics import TokenStatistics, Wanted
 
 # Four of them exist already: verl's arguments come first in them, what is ours is keyword-only.
@@ -125,7 +125,7 @@ def linear_cross_entropy(
 
     Args:
         reduction: "none", "sum" or "mean", of the log-probabilities alone; over all N tokens, those with the
-            label -100 too.
+            label -100 too. The mean of no tokens is NaN, as torch's.
         calculate_entropy: False leaves the entropy out: it costs nothing, and the result's is None.
 
     Returns:
@@ -167,8 +167,8 @@ def linear_cross_entropy_statistics(
             first release had it, where the shapes tell them apart (a square one is [V/tp, H]). The latter
             may be copied, tile by tile.
         labels: global vocabulary indices in the order of hidden's tokens: in its shape, or packed as [N] or
-            [1, N], or jagged, [b, j]. -100 and values out of range: see
-            `vocab_parallel_log_probs_from_logits`.
+            [1, N], or jagged, [b, j], of hidden's sequences where that is jagged. -100 and values out of
+            range: see `vocab_parallel_log_probs_from_logits`.
         temperature: the logits are divided by it: a positive number, or one per token in a shape that labels
             may have, of which one not above 0 gives NaN.
         dist_process_group: the group the vocabulary is sharded over; None, with Megatron too, means that
@@ -198,6 +198,7 @@ def linear_cross_entropy_statistics(
     with errors_on_every_rank(group):
         check_bool("calculate_entropy", calculate_entropy)
         check_bool("calculate_sum_pi_squared", calculate_sum_pi_squared)
+        _check_same_sequences(hidden, labels=labels, temperature=temperature)
         hidden = _packed("hidden", hidden)
         check_tensor("hidden", hidden, FLOATS, None)
         if hidden.dim() < 2:
@@ -223,6 +224,34 @@ def _group(dist_process_group: dist.ProcessGroup | None) -> TensorParallelGroup:
     if dist_process_group is None:
         return TensorParallelGroup.single_rank()
     return TensorParallelGroup.resolve(dist_process_group)
+
+
+def _check_same_sequences(hidden: Tensor, **others: object) -> None:
+    """Raise ValueError unless jagged arguments have hidden's sequences: tokens are paired by their order.
+
+    Lengths on an accelerator are compared with ``MCORE_ENTROPY_CHECKS=1`` alone: it costs a host sync.
+    """
+    of_hidden = _offsets(hidden)
+    for name, other in others.items():
+        of_other = _offsets(other)
+        if of_hidden is None or of_other is None:
+            continue
+        same = of_hidden.shape == of_other.shape
+        if same and (of_hidden.device.type == "cpu" or checks_enabled()):
+            same = of_hidden.tolist() == of_other.tolist()
+        if not same:
+            raise ValueError(
+                f"{name}: expected the sequences of hidden, of lengths {of_hidden.diff().tolist()}, got "
+                f"{of_other.diff().tolist()}"
+            )
+
+
+def _offsets(value: object) -> Tensor | None:
+    """Where a jagged tensor's sequences begin; None for others."""
+    if not isinstance(value, Tensor) or not value.is_nested or value.layout != torch.jagged:
+        return None
+    offsets: Tensor = value.offsets()  # type: ignore[attr-defined]
+    return offsets
 
 
 def _packed(name: str, value: Tensor) -> Tensor:

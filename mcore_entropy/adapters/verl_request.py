@@ -72,10 +72,10 @@ def request_of(temperature: float | Tensor | HeadRequest) -> HeadRequest:
 
 
 def at_least_smallest(temperature: float | Tensor) -> float | Tensor:
-    """As verl's engines read a temperature: one that is not positive is the smallest."""
+    """As verl's engines read a temperature: one that is not positive is the smallest. NaN stays NaN."""
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.float32)
-        return torch.where(temperature > 0, temperature, SMALLEST_TEMPERATURE)
+        return torch.where(temperature <= 0, SMALLEST_TEMPERATURE, temperature)
     return max(temperature, SMALLEST_TEMPERATURE)
 
 

@@ -152,6 +152,11 @@ def check_tensor(
             "or the DTensor to mcore_entropy.adapters.dtensor: dtensor_log_probs_and_entropy and "
             "dtensor_entropy take logits, dtensor_linear_log_probs_and_entropy takes a head's weight"
         )
+    if value.is_nested:
+        raise ValueError(
+            f"{name}: expected a dense tensor, got a nested one of layout {value.layout}; a jagged tensor's "
+            "tokens, one sequence after the other, are its .values()"
+        )
     if value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: expected dtype {names}, got {value.dtype}{hint}")

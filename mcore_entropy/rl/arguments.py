@@ -35,12 +35,29 @@ def counted(values: Tensor, mask: Tensor, name: str = "values") -> Tensor:
     return torch.where(mask, values.to(statistics_dtype(values.dtype)), 0.0)
 
 
-def check_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise ValueError unless these are process groups that this rank is in."""
+def check_groups(groups: Sequence[dist.ProcessGroup], cp_group: dist.ProcessGroup | None = None) -> None:
+    """Raise ValueError unless these are process groups that have this rank in common, and no other.
+
+    Two that share more ranks than this one would count those ranks' tokens twice.
+
+    Args:
+        cp_group: one more group, summed over before the others; None is none.
+    """
     if isinstance(groups, dist.ProcessGroup) or not isinstance(groups, Sequence):
         raise ValueError(f"groups: expected a tuple of process groups, got {groups!r}; one group is (group,)")
     for group in groups:
         check_group("groups", group)
+    if cp_group is not None:
+        check_group("cp_group", cp_group)
+    every = (*groups,) if cp_group is None else (*groups, cp_group)
+    ranks = [dist.get_process_group_ranks(group) for group in every]
+    for one, other in itertools.combinations(ranks, 2):
+        if len(set(one) & set(other)) > 1:
+            raise ValueError(
+                f"groups: expected groups that share this rank alone, cp_group included, got ranks {one} and "
+                f"{other}, which would be counted twice; of Megatron's data-parallel groups it is the one "
+                "without context-parallel ranks that goes beside a context-parallel one"
+            )
 
 
 def check_group(name: str, group: object) -> None:
@@ -61,18 +78,31 @@ def check_positive(name: str, value: object) -> None:
 def check_count(count: object) -> None:
     """Raise ValueError unless this is a number to divide by, or None."""
     if isinstance(count, Tensor):
-        if count.dim() != 0:
-            raise ValueError(f"count: expected one number, got shape {tuple(count.shape)}; a mask's sum?")
+        if count.dim() != 0 or count.dtype == torch.bool:
+            raise ValueError(
+                f"count: expected one number, got shape {tuple(count.shape)} of {count.dtype}; a mask's sum?"
+            )
+        if count.device.type == "cpu" and count < 0:
+            raise ValueError(f"count: expected a number of tokens or sequences, got {count.item()}")
     elif count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
         raise ValueError(f"count: expected a number of tokens or sequences, or None, got {count!r}")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device, multiple: int = 1) -> None:
+def check_rank(rank: object, size: int) -> None:
+    """Raise ValueError unless this is the number of one of `size` ranks."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(size):
+        raise ValueError(f"rank: expected one of {size} ranks, from 0, got {rank!r}")
+
+
+def check_cu_seqlens(
+    cu_seqlens: Tensor, tokens: int | None, device: torch.device | None, multiple: int = 1
+) -> None:
     """Raise ValueError unless these are the bounds of sequences that fill `tokens` tokens.
 
     On an accelerator the values are read with ``MCORE_ENTROPY_CHECKS=1`` alone: it costs a host sync.
 
     Args:
+        tokens, device: the tokens' number and device; None is any.
         multiple: what every sequence's length is a multiple of.
     """
     check_tensor("cu_seqlens", cu_seqlens, (torch.int64, torch.int32), device)
@@ -81,12 +111,13 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device, mult
             f"cu_seqlens: expected shape [sequences + 1], got {tuple(cu_seqlens.shape)}; a batch dimension "
             "of 1 goes by cu_seqlens[0]"
         )
-    if device.type != "cpu" and not checks_enabled():
+    if cu_seqlens.device.type != "cpu" and not checks_enabled():
         return
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] != tokens:
+    if bounds[0] != 0 or bounds != sorted(bounds) or tokens not in (None, bounds[-1]):
         raise ValueError(
-            f"cu_seqlens: expected bounds that rise from 0 to {tokens}, the number of tokens, got {bounds}; "
+            f"cu_seqlens: expected bounds that rise from 0 to {'' if tokens is None else f'{tokens}, '}the "
+            f"number of tokens, got {bounds}; "
             "padding behind the last sequence is a sequence of its own, with a mask that is False"
         )
     for first, last in itertools.pairwise(bounds):

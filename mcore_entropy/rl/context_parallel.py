@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from mcore_entropy.rl.arguments import check_cu_seqlens, check_positive
+from mcore_entropy.rl.arguments import check_cu_seqlens, check_positive, check_rank
 
 Layout: TypeAlias = Literal["zigzag", "contiguous"]
 
@@ -40,14 +40,7 @@ class Chunks:
         Raises:
             ValueError: no such layout, or lengths that do not divide into chunks.
         """
-        check_positive("size", size)
-        of_rank: tuple[tuple[int, ...], ...]
-        if layout == "zigzag":
-            of_rank = tuple((rank, 2 * size - 1 - rank) for rank in range(size))
-        elif layout == "contiguous":
-            of_rank = tuple((rank,) for rank in range(size))
-        else:
-            raise ValueError(f"layout: expected 'zigzag' or 'contiguous', got {layout!r}")
+        of_rank = _chunks_of_ranks(layout, size)
         chunks = len(of_rank[0]) * size
         if tokens % chunks:
             raise ValueError(
@@ -89,6 +82,15 @@ class Chunks:
         return self.bounds.diff() // self.per_part
 
 
+def _chunks_of_ranks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
+    check_positive("size", size)
+    if layout == "zigzag":
+        return tuple((rank, 2 * size - 1 - rank) for rank in range(size))
+    if layout == "contiguous":
+        return tuple((rank,) for rank in range(size))
+    raise ValueError(f"layout: expected 'zigzag' or 'contiguous', got {layout!r}")
+
+
 def context_parallel_shard(
     tensor: Tensor, layout: Layout, rank: int, size: int, dim: int = -1, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
@@ -102,10 +104,12 @@ def context_parallel_shard(
     Raises:
         ValueError: an argument does not fit; a length that the layout does not cut into equal chunks.
     """
+    if not isinstance(tensor, Tensor) or dim not in range(-tensor.dim(), tensor.dim()):
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"tensor: expected one with T tokens along dim={dim!r}, got {shape}")
     tokens = tensor.shape[dim]
     chunks = Chunks.of(layout, size, tokens, cu_seqlens, tensor.device)
-    if rank not in range(size):
-        raise ValueError(f"rank: expected one of {size} ranks, from 0, got {rank!r}")
+    check_rank(rank, size)
     return tensor.index_select(dim, chunks.positions(rank, tokens // size))
 
 
@@ -132,14 +136,22 @@ def cu_seqlens_of_shard(cu_seqlens: Tensor, layout: Layout, rank: int, size: int
     Sequences keep their number: one of which the rank holds nothing is empty.
 
     Args:
-        cu_seqlens: int32 or int64 [n + 1], bounds in the whole row.
+        cu_seqlens: int32 or int64 [n + 1], bounds in the whole row, from 0.
 
     Raises:
-        ValueError: no such layout.
+        ValueError: an argument does not fit; a length that the layout does not cut into equal chunks. The
+            bounds' values are read on the CPU, elsewhere with ``MCORE_ENTROPY_CHECKS=1`` alone.
     """
+    chunks = len(_chunks_of_ranks(layout, size)[0]) * size
+    check_rank(rank, size)
     if layout == "zigzag":
+        check_cu_seqlens(cu_seqlens, None, None, chunks)
         return cu_seqlens // size
-    if layout == "contiguous":
-        tokens = cu_seqlens[-1] // size
-        return torch.minimum((cu_seqlens - rank * tokens).clamp(min=0), tokens)
-    raise ValueError(f"layout: expected 'zigzag' or 'contiguous', got {layout!r}")
+    check_cu_seqlens(cu_seqlens, None, None)
+    if cu_seqlens.device.type == "cpu" and int(cu_seqlens[-1]) % chunks:
+        raise ValueError(
+            f"cu_seqlens: expected a row of a multiple of {chunks} tokens for layout {layout!r} on {size} "
+            f"ranks, got {int(cu_seqlens[-1])}; pad it"
+        )
+    tokens = cu_seqlens[-1] // size
+    return torch.minimum((cu_seqlens - rank * tokens).clamp(min=0), tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,8 @@ def entropy_statistics(
     Args:
         entropy: [*] in nats, bf16, fp16, fp32 or fp64, any shape.
         mask: bool [*]. Where it is False the entropy may be anything.
-        threshold: nats above which a token counts as one of high entropy; a scalar tensor stays on its
-            device.
+        threshold: nats above which a token counts as one of high entropy: a number, or a tensor of no
+            dimension, which stays on its device.
         groups: as in `token_mean`.
 
     Returns:
@@ -54,8 +55,20 @@ def entropy_statistics(
     Collectives: one all-reduce of three numbers a group.
     """
     check_groups(groups)
+    _check_threshold(threshold)
     kept = counted(entropy.detach() if isinstance(entropy, Tensor) else entropy, mask, "entropy")
     above = (kept > threshold) & mask
     sums = torch.stack([kept.sum(), above.sum().to(kept.dtype), mask.sum().to(kept.dtype)])
     total, high, tokens = all_reduced(sums, groups)
     return EntropyStatistics(total / tokens.clamp(min=1), high / tokens.clamp(min=1), tokens)
+
+
+def _check_threshold(threshold: object) -> None:
+    if isinstance(threshold, Tensor):
+        if threshold.dim() != 0 or threshold.dtype == torch.bool:
+            shape = tuple(threshold.shape)
+            raise ValueError(
+                f"threshold: expected one number of nats, got shape {shape} of {threshold.dtype}"
+            )
+    elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or math.isnan(threshold):
+        raise ValueError(f"threshold: expected a number of nats, got {threshold!r}")

@@ -18,7 +18,6 @@ from mcore_entropy.functional.arguments import check_tensor
 from mcore_entropy.rl.arguments import (
     check_count,
     check_cu_seqlens,
-    check_group,
     check_groups,
     check_positive,
     counted,
@@ -46,8 +45,8 @@ def token_mean(
         count: what to divide by instead of the number of True tokens in this call. With gradient
             accumulation it is `token_count` of the whole step: the results of the micro-batches then add up
             to the step's mean.
-        groups: the ranks whose tokens count, as groups that are orthogonal to each other: a data-parallel and
-            a context-parallel one, or one group of both. Empty: this rank alone.
+        groups: the ranks whose tokens count, as groups that have this rank in common and no other: a
+            data-parallel and a context-parallel one, or one group of both. Empty: this rank alone.
         ranks_averaged: the number of ranks over which the framework averages gradients, as DDP, FSDP and
             Megatron's DDP (without calculate_per_token_loss) do over all ranks that share the parameters;
             1 where it adds them up.
@@ -67,7 +66,7 @@ def token_mean(
     part = counted(values, mask).sum()
     # fp32 counts to 2^24; beyond, its rounding is that of the sum beside it.
     total, tokens = all_reduced(torch.stack([part.detach(), mask.sum().to(part.dtype)]), groups)
-    return global_mean(part, total, tokens if count is None else count, ranks_averaged)
+    return global_mean(part, total, tokens, tokens if count is None else count, ranks_averaged)
 
 
 def token_count(mask: Tensor, *, groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
@@ -105,7 +104,8 @@ def sequence_mean(
             accumulation, the number of the whole step.
         cp_group: the ranks that hold other tokens of the same b sequences, in the same order (context
             parallelism), whatever the layout; s may differ. None: sequences are whole.
-        groups: ranks that hold other sequences, orthogonal to each other and to cp_group; b may differ.
+        groups: ranks that hold other sequences; each has this rank, and no other, in common with the others
+            and with cp_group. b may differ.
         ranks_averaged: see `token_mean`; the ranks of cp_group are among them where gradients are averaged
             over those too.
 
@@ -176,13 +176,11 @@ def _mean_of_sequences(
     """From this rank's part of every sequence's sum and number of True tokens."""
     check_positive("ranks_averaged", ranks_averaged)
     check_count(count)
-    check_groups(groups)
-    if cp_group is not None:
-        check_group("cp_group", cp_group)
+    check_groups(groups, cp_group)
     over_cp = () if cp_group is None else (cp_group,)
     whole_sums, tokens = all_reduced(torch.stack([sums.detach(), counts.to(sums.dtype)]), over_cp)
     tokens_or_one = tokens.clamp(min=1)  # a sequence without a True token has a sum of 0
     total = torch.stack([(whole_sums / tokens_or_one).sum(), (tokens > 0).sum().to(sums.dtype)])
     value, sequences = all_reduced(total, groups)
     part = (sums / tokens_or_one).sum()
-    return global_mean(part, value, sequences if count is None else count, ranks_averaged)
+    return global_mean(part, value, sequences, sequences if count is None else count, ranks_averaged)

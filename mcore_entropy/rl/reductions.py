@@ -36,14 +36,17 @@ class _GlobalValue(torch.autograd.Function):
         return grad_outputs[0] * ctx.ranks_averaged, None, None
 
 
-def global_mean(part: Tensor, total: Tensor, number: Tensor | int, ranks_averaged: int) -> Tensor:
-    """total / number, 0 where nothing is counted, with the gradient of part / number times ranks_averaged.
+def global_mean(
+    part: Tensor, total: Tensor, summands: Tensor, number: Tensor | int, ranks_averaged: int
+) -> Tensor:
+    """total / number, 0 where nothing was summed, with the gradient of part / number times ranks_averaged.
 
     Args:
         part: this rank's part of the sum, scalar, with its graph.
         total: the sum over all ranks, scalar.
-        number: how many summands there are on all ranks.
+        summands: how many there are on all ranks, scalar.
+        number: what to divide by. 0 with summands is a caller's mistake, and comes out infinite or NaN.
     """
     value: Tensor = _GlobalValue.apply(part, total, ranks_averaged)
-    # A number of 0 leaves a sum of 0.
-    return value / (number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1))
+    # Without summands the sum is 0, and stays it whatever it is divided by.
+    return value / (number + (summands == 0).to(value.dtype))

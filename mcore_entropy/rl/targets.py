@@ -119,10 +119,25 @@ def _following_first_tokens(tokens: Tensor, chunks: Chunks, rank: int, cp_group:
 def _check(tokens: Tensor, mask: Tensor | None, ignore_index: float) -> None:
     if not isinstance(tokens, Tensor) or tokens.dim() == 0:
         raise ValueError(f"tokens: expected a tensor [*, T], got {tokens!r}")
-    if tokens.dtype == torch.bool and ignore_index not in (0, 1):
-        raise ValueError(f"ignore_index: expected False or True among bool tokens, got {ignore_index!r}")
+    _check_ignore_index(ignore_index, tokens.dtype)
     if mask is not None:
         check_mask(mask, tokens, "tokens")
+
+
+def _check_ignore_index(ignore_index: object, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the dtype holds the number: -100 among uint8 tokens would be token 156."""
+    if not isinstance(ignore_index, (int, float)):
+        raise ValueError(f"ignore_index: expected a number, got {ignore_index!r}")
+    if dtype == torch.bool and ignore_index not in (0, 1):
+        raise ValueError(f"ignore_index: expected False or True among bool tokens, got {ignore_index!r}")
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        return
+    limits = torch.iinfo(dtype)
+    if not limits.min <= ignore_index <= limits.max or ignore_index != int(ignore_index):
+        raise ValueError(
+            f"ignore_index: expected a number that tokens of {dtype} can hold, got {ignore_index!r}; "
+            "tokens.long() holds -100"
+        )
 
 
 def _real_tokens(tokens: Tensor, mask: Tensor | None, ignore_index: float) -> Tensor:

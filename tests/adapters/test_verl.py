@@ -61,8 +61,9 @@ def test_published_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> No
     given.compare(log_probs, entropy, {"hidden": found[0][0], "weight": found[1]})
 
 
-def jagged(values: Tensor, lengths: Tensor | None = None) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 6, N]), lengths)
+def jagged(values: Tensor, lengths: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+    offsets = torch.tensor([0, 5, 6, N]) if offsets is None else offsets
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
 
 
 # How the tokens of hidden, labels and a temperature may lie.
@@ -190,6 +191,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(hidden=jagged(torch.zeros(N, H), lengths=torch.tensor([4, 1, 15]))),
         "hidden: .* a contiguous nested one .* got one of layout torch.jagged, contiguous: False",
     ),
+    "labels of other sequences": (
+        dict(
+            hidden=jagged(torch.zeros(5, H), offsets=torch.tensor([0, 2, 5])),
+            labels=jagged(torch.zeros(5, dtype=torch.int64), offsets=torch.tensor([0, 3, 5])),
+        ),
+        r"labels: expected the sequences of hidden, of lengths \[2, 3\], got \[3, 2\]",
+    ),
+    "temperatures of other sequences": (
+        dict(
+            hidden=jagged(torch.zeros(5, H), offsets=torch.tensor([0, 2, 5])),
+            labels=torch.zeros(5, dtype=torch.int64),
+            temperature=jagged(torch.ones(5), offsets=torch.tensor([0, 2, 4, 5])),
+        ),
+        r"temperature: expected the sequences of hidden, of lengths \[2, 3\], got \[2, 2, 1\]",
+    ),
     "weight": (dict(weight=torch.zeros(V, H + 1)), "weight: expected shape"),
     "no weight": (dict(weight=None), "weight: expected a tensor"),
     "group": (dict(dist_process_group="tp"), "tp_group: expected a torch.distributed.ProcessGroup"),
@@ -219,6 +235,15 @@ def test_wrong_arguments_of_the_others() -> None:
         )
     with pytest.raises(ValueError, match="vocab_parallel_logits: expected a tensor, got list"):
         adapter.vocab_parallel_sum_pi_squared([1.0])  # type: ignore[arg-type]
+    nested = jagged(torch.zeros(5, 7), offsets=torch.tensor([0, 2, 5]))
+    for function in (
+        adapter.entropy_from_logits,
+        adapter.vocab_parallel_entropy,
+        adapter.vocab_parallel_sum_pi_squared,
+        lambda logits: adapter.logprobs_from_logits(logits, torch.zeros(5, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match=r"logits: .* got a nested one .*values\(\)"):
+            function(nested)
     for function in (adapter.logprobs_from_logits, adapter.vocab_parallel_log_probs_from_logits):
         with pytest.raises(ValueError, match="target: expected values in"):
             function(logits, labels + 5)

@@ -20,7 +20,8 @@ import pytest
 
 from mcore_entropy.adapters import verl as adapter
 from mcore_entropy.adapters import verl_switch
-from mcore_entropy.adapters.verl_switch import REPLACEMENTS, switch_module, switch_verl
+from mcore_entropy.adapters.verl_replacements import REPLACEMENTS
+from mcore_entropy.adapters.verl_switch import switch_module, switch_verl
 from tests.adapters.verl_cases import NEEDS_VERL
 
 FUSED = "verl.models.mcore.model_forward_fused"
@@ -170,6 +171,28 @@ def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl", None)  # type: ignore[arg-type]
     with pytest.raises(ImportError, match="pip install verl"):
         switch_verl()
+
+
+def test_what_goes_wrong_half_way_leaves_stock(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in {replacement.module for replacement in REPLACEMENTS}:
+        importlib.import_module(module)
+    before = everything()
+    calls = 0
+    land = verl_switch._land
+
+    def fails_at_the_fifth(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return land(*args)
+
+    monkeypatch.setattr(verl_switch, "_land", fails_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        switch_verl()
+    assert everything() == before
+    monkeypatch.undo()
+    assert switch_verl().patched
 
 
 def test_restore_refuses_to_drop_someone_elses(fake: Path) -> None:

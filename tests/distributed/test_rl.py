@@ -398,6 +398,36 @@ def wrong_groups() -> list[str]:
     return messages
 
 
+def overlapping_groups() -> tuple[list[str], Tensor]:
+    """Of two by two ranks: messages, and a count over groups that have one rank in common."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    dp, cp, world = mesh.get_group("dp"), mesh.get_group("cp"), dist.group.WORLD
+    x, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    calls: list[Callable[[], object]] = [
+        lambda: token_mean(x, mask, groups=(world, cp)),
+        lambda: token_mean(x, mask, groups=(dp, dp, cp)),
+        lambda: token_count(mask, groups=(world, cp)),
+        lambda: sequence_mean(x, mask, cp_group=cp, groups=(world,)),
+        lambda: entropy_statistics(x, mask, threshold=1.0, groups=(dp, world)),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages, token_count(mask, groups=(dp, cp))
+
+
+def test_groups_that_share_more_than_this_rank_are_named() -> None:
+    """Their ranks' tokens would be counted twice, and the gradient be half as large."""
+    for messages, count in run_ranks(4, overlapping_groups):
+        assert len(messages) == 5
+        assert all("share this rank alone" in message for message in messages)
+        assert "[0, 1, 2, 3]" in messages[0]
+        assert int(count) == 24
+
+
 def test_wrong_groups_are_named() -> None:
     first, second = run_ranks(2, wrong_groups)
     assert len(first) == 1 and len(second) == 2

@@ -115,6 +115,14 @@ MISTAKES = {
     "a clip beyond all ratios": (["--clip-ratio", "1.5", "0.2"], "--clip-ratio 1.5: the lower bound"),
     "a negative target": (["--target-entropy", "-1"], "--target-entropy must not be negative, not -1."),
     "a target that cannot be": (["--target-entropy", "6"], "--target-entropy 6 is above ln V = 5.55"),
+    "a step to no target": (
+        ["--entropy-coeff-step", "0.01"],
+        "--entropy-coeff-step is for --target-entropy, and does nothing without it.",
+    ),
+    "a rate of no warm-up": (
+        ["--warmup-iters", "0", "--warmup-lr", "0.01"],
+        "--warmup-lr does nothing with --warmup-iters 0.",
+    ),
     "no number": (["--kl-coeff", "nan"], "--kl-coeff must be a finite number, not nan."),
     "an unknown loss": (["--loss", "mean"], "invalid choice: 'mean'"),
     "a file for a folder": (["--save", "file"], "--save: cannot make the folder file: File exists."),

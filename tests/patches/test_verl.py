@@ -29,7 +29,7 @@ PROGRAM = """
 import importlib, sys
 import verl
 assert verl.__file__.startswith(sys.argv[1])
-from mcore_entropy.adapters.verl_switch import REPLACEMENTS
+from mcore_entropy.adapters.verl_replacements import REPLACEMENTS
 for each in REPLACEMENTS:
     try:
         found = importlib.import_module(each.module)

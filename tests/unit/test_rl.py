@@ -125,6 +125,15 @@ def test_micro_batches_add_up_to_the_mean_of_all() -> None:
         assert_mean(mean, gradient_of(mean, values).flatten(), truth, *flat, name=function.__name__)
 
 
+def test_a_count_of_nothing_is_seen() -> None:
+    """It would have been taken for 1, and the sum of all tokens for their mean."""
+    values, mask = make_values((4, 6), torch.float64, 1.0)
+    for count in (0, torch.tensor(0)):
+        assert not token_mean(values, mask, count=count).isfinite()
+        nothing = token_mean(values.clone().requires_grad_(), torch.zeros_like(mask), count=count)
+        assert float(nothing.detach()) == 0.0
+
+
 def test_ranks_averaged_scales_the_gradient_alone() -> None:
     values, mask = make_values((4, 6), torch.float64)
     values.requires_grad_()
@@ -291,6 +300,11 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "no group": (lambda: token_mean(X, M, groups=(None,)), "groups: expected a .*ProcessGroup.*got None"),
     "ranks averaged": (lambda: token_mean(X, M, ranks_averaged=0), "ranks_averaged: expected a positive int"),
     "count of a mask": (lambda: token_mean(X, M, count=M.sum(1)), "count: expected one number"),
+    "count of a bool": (lambda: token_mean(X, M, count=M[0, 0]), "count: expected one number, got .*bool"),
+    "negative tensor of a count": (
+        lambda: token_mean(X, M, count=torch.tensor(-3)),
+        "count: expected a number of tokens or sequences, got -3",
+    ),
     "negative count": (lambda: sequence_mean(X, M, count=-1), "count: expected a number"),
     "count's mask": (lambda: token_count(X), "mask: expected dtype bool"),
     "packed as padded": (
@@ -323,6 +337,32 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: entropy_statistics(None, M, threshold=1.0),  # type: ignore[arg-type]
         "entropy: expected a tensor, got NoneType",
     ),
+    "thresholds": (
+        lambda: entropy_statistics(X, M, threshold=X),
+        r"threshold: expected one number of nats, got shape \(4, 6\)",
+    ),
+    "threshold is NaN": (lambda: entropy_statistics(X, M, threshold=NAN), "threshold: expected a number"),
+    "threshold is bool": (lambda: entropy_statistics(X, M, threshold=True), "threshold: expected a number"),
+    "threshold is None": (
+        lambda: entropy_statistics(X, M, threshold=None),  # type: ignore[arg-type]
+        "threshold: expected a number",
+    ),
+    "tokens that hold no -100": (
+        lambda: next_token_targets(X.to(torch.uint8)),
+        r"ignore_index: expected a number that tokens of torch.uint8 can hold, got -100; tokens.long\(\)",
+    ),
+    "ignore_index between integers": (
+        lambda: next_token_targets(X.long(), ignore_index=2.5),
+        "ignore_index: expected a number that tokens of torch.int64 can hold, got 2.5",
+    ),
+    "ignore_index is NaN among integers": (
+        lambda: next_token_targets(X.long(), ignore_index=NAN),
+        "ignore_index: expected a number that tokens of torch.int64 can hold, got nan",
+    ),
+    "ignore_index is None": (
+        lambda: next_token_targets(X, ignore_index=None),  # type: ignore[arg-type]
+        "ignore_index: expected a number, got None",
+    ),
     "mask of targets": (lambda: next_token_targets(X, mask=M[0]), "mask: expected the shape of tokens"),
     "ignore_index of a mask": (lambda: next_token_targets(M), "ignore_index: expected False or True"),
     "a scalar": (lambda: next_token_targets(X.sum()), r"tokens: expected a tensor \[\*, T\]"),
@@ -338,6 +378,28 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: cu_seqlens_of_shard(torch.tensor([0, 4]), "ring", 0, 2),  # type: ignore[arg-type]
         "layout: expected",
     ),
+    "a shard's bounds that do not divide": (
+        lambda: cu_seqlens_of_shard(torch.tensor([0, 5, 12]), "zigzag", 0, 2),
+        "cu_seqlens: expected lengths that are multiples of 4, got 5",
+    ),
+    "a row's bounds that do not divide": (
+        lambda: cu_seqlens_of_shard(torch.tensor([0, 4, 9]), "contiguous", 0, 2),
+        "cu_seqlens: expected a row of a multiple of 2 tokens .* got 9; pad it",
+    ),
+    "a shard's falling bounds": (
+        lambda: cu_seqlens_of_shard(torch.tensor([0, 8, 4, 16]), "contiguous", 0, 2),
+        "cu_seqlens: expected bounds that rise from 0 to the number of tokens, got",
+    ),
+    "a shard of no rank": (
+        lambda: cu_seqlens_of_shard(torch.tensor([0, 8]), "contiguous", -1, 2),
+        "rank: expected one of 2 ranks, from 0, got -1",
+    ),
+    "a shard of no size": (
+        lambda: cu_seqlens_of_shard(torch.tensor([0, 8]), "zigzag", 0, -2),
+        "size: expected a positive int",
+    ),
+    "a rank that is bool": (lambda: context_parallel_shard(X, "contiguous", True, 2), "rank: expected one"),
+    "no such dim": (lambda: context_parallel_shard(X, "contiguous", 0, 2, 2), "tensor: expected one with T"),
     "no such rank": (lambda: context_parallel_shard(X, "contiguous", 2, 2), "rank: expected one of 2"),
     "size": (lambda: context_parallel_shard(X, "contiguous", 0, 0), "size: expected a positive int"),
     "a row that does not divide": (
