@@ -31,7 +31,7 @@ def run_example(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,  # a hang, not a busy machine
     )
 
 
