@@ -91,7 +91,6 @@ def test_data_parallel_ranks_share_the_work(trained: tuple[Path, str], tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # two minutes on idle cores
 def test_it_learns(tmp_path: Path) -> None:
     """With the defaults, over a fifth of their iterations: means of the last ten and the first ten."""
     run = run_example(EXAMPLE, *TENSOR_PARALLEL, "--train-iters", "60", "--save", "out", cwd=tmp_path)
