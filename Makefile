@@ -44,10 +44,8 @@ types: $(STAMP) ## mypy
 	$(BIN)/mypy
 
 # Test processes; each starts ranks of its own. A file's tests stay in one: they share models and ranks.
-# One thread each: where there are more threads than cores, OpenMP's wait for each other and burn the time.
 JOBS ?= 2
-IN_PARALLEL := -m pytest --numprocesses $(JOBS) --dist loadfile
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python $(IN_PARALLEL)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # ARGS goes to pytest or to the program: make pytest ARGS='-k entropy -x --numprocesses 0'
 pytest: $(STAMP) ## the tests alone
@@ -74,7 +72,7 @@ VERL_IMPORTS := codetiming datasets dill hydra-core omegaconf packaging pandas p
     tensordict==0.10.0 torchdata
 
 verl: $(VENV)-verl/.installed ## verl's functions and engines, verl's own package, on ours
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)-verl/bin/python $(IN_PARALLEL) tests/adapters/test_verl.py tests/adapters/test_verl_fsdp.py \
+	$(VENV)-verl/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile tests/adapters/test_verl.py tests/adapters/test_verl_fsdp.py \
 	    tests/adapters/test_verl_switch.py tests/distributed/test_verl.py tests/megatron/test_verl_engine.py \
 	    tests/patches/test_verl.py $(ARGS)
 
