@@ -101,7 +101,7 @@ def on_grid(*shape: int, step: float, most: float, dtype: torch.dtype, seed: int
 
 
 def make_call_on_grid(form: str, dtype: torch.dtype) -> Call:
-    """A call whose logits are exact multiples of 1/8 of at most some 16, whatever the order of their terms."""
+    """A call whose logits are exact multiples of 1/8, at most 16 or so, whatever the order of terms."""
     if form == "logits":
         return logits_call(on_grid(N, COLUMNS, step=0.25, most=12.0, dtype=dtype))
     hidden = on_grid(N, WIDTH, step=0.5, most=1.0, dtype=dtype)
@@ -132,9 +132,7 @@ def results_of(call: Call, parts: dict[str, Tensor], **keywords: Any) -> Results
     before = {name: x.clone() for name, x in parts.items()}
     found = values_of(call, leaves, **keywords)
     assert found.entropy is not None
-    gradients = torch.autograd.grad(
-        (found.log_probs, found.entropy), list(leaves.values()), call.upstream
-    )
+    gradients = torch.autograd.grad((found.log_probs, found.entropy), list(leaves.values()), call.upstream)
     for name, x in leaves.items():
         assert_same_bits(x.detach(), before[name], f"{name} after forward and backward")
     return {
@@ -197,20 +195,20 @@ def assert_close(call: Call, results: Results, others: Results) -> None:
     """Within what rounding may do to two correct results of this call."""
     for name, bound in rounding(call).items():
         error = (results[name].double() - others[name].double()).abs()
-        worst = int((error - bound).argmax())
+        worst = torch.unravel_index((error - bound).argmax(), error.shape)
         assert bool((error <= bound).all()), (
-            f"{name}: {float(error.flatten()[worst]):.4g} apart, allowed {float(bound.flatten()[worst]):.4g}, "
-            f"at {tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))}"
+            f"{name}: {float(error[worst]):.4g} apart, allowed {float(bound[worst]):.4g}, "
+            f"at {tuple(int(i) for i in worst)}"
         )
 
 
 def rounding(call: Call) -> dict[str, Tensor]:
     """How far apart two correct results may be, by name.
 
-    Values and metrics: 8 ulp of the row's largest |z|, as DESIGN promises. Gradients, which it leaves open:
-    p (a + b ln p) + c onehot inherits the errors of ln p and of the entropy, relative to the magnitudes of
-    its terms; a sum of n products adds at most n ulp of the sum of their magnitudes; each side is rounded to
-    the input's dtype.
+    Values: 8 ulp of the row's largest |z|. The varentropy, E (z-m)² - (E (z-m))², has ulps of those squares,
+    and an error e of z moves it by up to 2 e E |deviation|. Gradients: p (a + b ln p) + c onehot inherits the
+    errors of ln p and of the entropy, relative to the magnitudes of its terms; a sum of n products adds at
+    most n ulp of the sum of their magnitudes; each side is rounded to the input's dtype.
     """
     truth, z = truth_of(call), z_of(call)
     unit = torch.finfo(out_dtype(call.dtype)).eps
@@ -218,6 +216,9 @@ def rounding(call: Call) -> dict[str, Tensor]:
     of_values = 8 * unit * torch.exp2(largest.log2().floor())
     bounds = dict.fromkeys(("log_probs", "entropy", *ref.METRICS), of_values)
     p = torch.softmax(z, -1)
+    squares = (truth.entropy + truth.metrics["max_prob"].log()).square() + truth.metrics["varentropy"]
+    deviation = 2 * truth.metrics["varentropy"].sqrt()
+    bounds["varentropy"] = of_values * deviation.clamp(min=1.0) + 8 * unit * squares
     slope = call.options.get("scale", 1.0) / torch.as_tensor(call.options.get("temperature", 1.0))
     error = of_values + 8 * unit
     if "hidden" in call.inputs:  # the logits are computed again in backward, in another order of terms
