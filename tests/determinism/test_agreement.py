@@ -7,34 +7,20 @@ the same collectives, so nothing can differ.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import mcore_entropy as me
-from tests.comparison import assert_same_bits
+from tests.determinism.calls import assert_same_results, deterministic_algorithms
 from tests.distributed.cases import Case, build, call, run, shard
 from tests.ranks import run_ranks
 
 LIMIT = 60.0
 FORMS = ("entropy", "chunks", "both", "linear")
-
-
-@contextlib.contextmanager
-def deterministic_algorithms(on: bool) -> Iterator[None]:
-    """torch's deterministic algorithms, on or off, and what they were before after it."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(on)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def messages(asked: str, ranks_asked: tuple[int, ...]) -> list[str]:
@@ -91,5 +77,4 @@ def test_two_ranks_give_the_same_bits_whoever_was_asked() -> None:
         found = run_ranks(2, run_asked_on, ranks_asked, timeout=LIMIT)
         for rank, (mine, expected) in enumerate(zip(found, nobody, strict=True)):
             for number, (ours, other) in enumerate(zip(mine, expected, strict=True)):
-                for name, value in ours.items():
-                    assert_same_bits(value, other[name], f"{name} of {FORMS[number]} on rank {rank}")
+                assert_same_results(ours, other, f"{FORMS[number]} on rank {rank}")
