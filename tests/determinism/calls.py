@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 
 import torch
 
@@ -50,14 +48,3 @@ def assert_same_results(results: Results, others: Results, when: str) -> None:
     assert results.keys() == others.keys()
     for name, value in results.items():
         assert_same_bits(value, others[name], f"{name}, {when}")
-
-
-@contextlib.contextmanager
-def deterministic_algorithms(on: bool) -> Iterator[None]:
-    """torch's deterministic algorithms, on or off, and what they were before after it."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(on)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import mcore_entropy as me
-from tests.determinism.calls import assert_same_results, deterministic_algorithms
+from tests.determinism.calls import assert_same_results
+from tests.deterministic import deterministic_algorithms
 from tests.distributed.cases import Case, build, call, run, shard
 from tests.ranks import run_ranks
 

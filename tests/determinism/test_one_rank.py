@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tests
-from tests.determinism.calls import FORMS, assert_same_results, deterministic_algorithms, make
+from tests.determinism.calls import FORMS, assert_same_results, make
+from tests.deterministic import deterministic_algorithms
 from tests.metamorphic.calls import Call, Results, assert_true, results_of, values_of
 from tests.unit.cases import DTYPES, dtype_name, leaf
 

@@ -223,7 +223,7 @@ def rounding(call: Call) -> dict[str, Tensor]:
     error = of_values + 8 * unit
     if "hidden" in call.inputs:  # the logits are computed again in backward, in another order of terms
         terms = call.inputs["hidden"].double().abs() @ call.inputs["weight"].double().abs().T
-        error = error + WIDTH * unit * terms.amax(-1)
+        error = error + call.inputs["weight"].shape[1] * unit * terms.amax(-1)
     uncertain = 2 * call.upstream[1].double().abs()[:, None] * p * slope.reshape(-1, 1).abs()
     of_logits = error[:, None] * (_sizes_of_logits(call) + uncertain)
     if "logits" in call.inputs:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from tests.comparison import assert_same_bits
 from tests.conftest import poisoned_buffers
+from tests.deterministic import deterministic_algorithms
 from tests.metamorphic.calls import Call, Results, assert_true, results_of
 from tests.ranks import run_ranks
 
@@ -42,15 +41,6 @@ def sharding(*columns: int, order: tuple[int, ...] | None = None, **how: bool) -
     return Sharding(tuple(edges[index] for index in order or range(len(edges))), **how)
 
 
-@contextlib.contextmanager
-def _ordered(on: bool) -> Iterator[None]:
-    torch.use_deterministic_algorithms(on)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def _part(name: str, x: Tensor, of: Sharding, rank: int) -> Tensor:
     columns = slice(*of.columns[rank])
     if name == "logits":
@@ -65,8 +55,16 @@ def run(items: list[tuple[Call, Sharding]]) -> list[Results]:
 
     Module level, for `run_ranks`.
     """
-    sizes = sorted({of.ranks for _, of in items})
-    groups = {size: dist.new_group(list(range(size))) for size in sizes}  # everybody creates every group
+    return run_in(first_ranks(items), items)
+
+
+def first_ranks(items: list[tuple[Call, Sharding]]) -> dict[int, Any]:
+    """A group of the first ranks for each size; every rank of the world creates all of them."""
+    return {size: dist.new_group(list(range(size))) for size in sorted({of.ranks for _, of in items})}
+
+
+def run_in(groups: dict[int, Any], items: list[tuple[Call, Sharding]]) -> list[Results]:
+    """`run` in groups that are there already."""
     found: list[Results] = []
     for call, of in items:
         rank = dist.get_rank()
@@ -79,7 +77,10 @@ def run(items: list[tuple[Call, Sharding]]) -> list[Results]:
         if of.sequence_parallel:
             keywords["sequence_parallel"] = True
         parts = {name: _part(name, x, of, rank) for name, x in call.inputs.items()}
-        with poisoned_buffers(), _ordered(of.ordered):
+        with (
+            poisoned_buffers(),
+            deterministic_algorithms(of.ordered or torch.are_deterministic_algorithms_enabled()),
+        ):
             found.append(results_of(call, parts, **keywords))
     return found
 
