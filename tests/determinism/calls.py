@@ -11,7 +11,7 @@ from tests.comparison import assert_same_bits
 from tests.metamorphic.calls import Call, Results, head_call, logits_call
 from tests.unit.cases import INF, make_linear, make_logits
 
-ROWS, COLUMNS, WIDTH = 120, 1500, 32
+ROWS, COLUMNS, WIDTH = 80, 1100, 32
 FORMS = ("logits", "head", "head with rows that are computed in vain")
 
 
@@ -30,7 +30,7 @@ def make(form: str, dtype: torch.dtype) -> Call:
     call.target.copy_(target)
     execution = me.Execution(workspace_mib=1, compact_rows=form != FORMS[2])
     return call.with_options(mask=tokens % 4 != 0, temperature=torch.linspace(0.6, 1.5, ROWS)).computed(
-        chunk_size=48, execution=execution
+        chunk_size=32, execution=execution
     )
 
 

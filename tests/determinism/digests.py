@@ -1,7 +1,7 @@
-"""python -m tests.determinism.digests RANK STORE: digests of all bits, on one rank and on two.
+"""python -m tests.determinism.digests STORE: digests of all bits, on one rank and on two.
 
-Two of them meet in the file STORE. Rank 0 prints a line for each form on one rank, then each rank prints one
-for each case on two, and PYTHONHASHSEED.
+Two ranks, the second a fork of the first so that torch is imported once, meet in the file STORE. Each prints
+a line for each case on two ranks, its own shards' gradients included, the first also one for each form on one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ CASES = [
 ]
 
 
-def main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
+def lines_of(rank: int, store: str) -> list[str]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    lines = []
+    lines = [f"rank {rank}: {digest(results)}" for results in run(CASES)]
+    dist.destroy_process_group()
     if rank == 0:
         calls = (make(form, torch.bfloat16) for form in FORMS[:2])
-        lines = [digest(results_of(call, call.inputs)) for call in calls]
-    lines += [digest(results) for results in run(CASES)]
-    lines.append(f"PYTHONHASHSEED {os.environ['PYTHONHASHSEED']}")
-    sys.stdout.write("\n".join(lines) + "\n")
-    dist.destroy_process_group()
+        lines += [digest(results_of(call, call.inputs)) for call in calls]
+    return [*lines, f"seed {os.environ['PYTHONHASHSEED']}"]
+
+
+def main(store: str) -> None:
+    torch.set_num_threads(1)
+    child = os.fork()
+    text = "\n".join(lines_of(0 if child else 1, store)) + "\n"
+    sys.stdout.write(text)  # in one piece, for both write to it
+    sys.stdout.flush()
+    if child and os.waitpid(child, 0)[1]:
+        raise SystemExit("the other rank failed")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1])

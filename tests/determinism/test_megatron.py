@@ -66,7 +66,8 @@ def steps(options: TinyGPT, config: EntropyConfig, with_torch: bool) -> tuple[li
         if options.tensor_parallel > 2:
             stack.enter_context(mock.patch.object(parallel, "StatisticsReduction", refuse))
         model = build(options, prepare=partial(swap, config=config))
-        first, *others = (train(model, loss_function=partial(statistics_loss, 0.1)) for _ in range(RUNS))
+        loss = partial(statistics_loss, 0.1)
+        first, *others = (train(model, loss_function=loss, num_microbatches=1) for _ in range(RUNS))
         return [bits(step) for step in (first, *others)], gather(model, first)
 
 
@@ -75,11 +76,16 @@ def dense_step(options: TinyGPT) -> Step:
     with model_parallel(options):
         model = build(options)
         loss = partial(dense_loss, 0.1)
-        return gather(model, train(model, forward=forward_without_labels, loss_function=loss))
+        return gather(
+            model, train(model, forward=forward_without_labels, loss_function=loss, num_microbatches=1)
+        )
 
 
-@pytest.mark.parametrize("with_torch", [False, True], ids=["config alone", "torch's algorithms too"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "with_torch"),
+    [*((name, False) for name in SETTINGS), ("one rank", True), ("four ranks", True)],
+    ids=lambda value: {False: "config alone", True: "torch's algorithms too"}.get(value, value),
+)
 def test_twenty_steps(name: str, with_torch: bool) -> None:
     options, config = SETTINGS[name]
     by_rank = run_ranks(4, steps, options, config, with_torch)

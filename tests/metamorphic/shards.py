@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import mcore_entropy as me
 from tests.comparison import assert_same_bits
 from tests.conftest import poisoned_buffers
-from tests.deterministic import deterministic_algorithms
 from tests.metamorphic.calls import Call, Results, assert_true, results_of
 from tests.ranks import run_ranks
 
@@ -23,7 +23,7 @@ class Sharding:
 
     Attributes:
         sequence_parallel: hidden and its gradient are sharded along the tokens.
-        ordered: torch's deterministic algorithms are on.
+        ordered: more than two ranks' sums meet in rank order, by `Execution.deterministic`.
     """
 
     columns: tuple[tuple[int, int], ...]
@@ -77,10 +77,10 @@ def run_in(groups: dict[int, Any], items: list[tuple[Call, Sharding]]) -> list[R
         if of.sequence_parallel:
             keywords["sequence_parallel"] = True
         parts = {name: _part(name, x, of, rank) for name, x in call.inputs.items()}
-        with (
-            poisoned_buffers(),
-            deterministic_algorithms(of.ordered or torch.are_deterministic_algorithms_enabled()),
-        ):
+        if of.ordered:
+            execution = call.how.get("execution", me.Execution())
+            keywords["execution"] = replace(execution, deterministic=True)
+        with poisoned_buffers():
             found.append(results_of(call, parts, **keywords))
     return found
 
