@@ -1,7 +1,8 @@
 """python -m tests.determinism.digests STORE: digests of all bits, on one rank and on two.
 
 Two ranks, the second a fork of the first so that torch is imported once, meet in the file STORE. Each prints
-a line for each case on two ranks, its own shards' gradients included, the first also one for each form on one.
+a line for each case on two ranks, its own shards' gradients included; the first also one for each form on one
+rank.
 """
 
 from __future__ import annotations

@@ -76,9 +76,8 @@ def dense_step(options: TinyGPT) -> Step:
     with model_parallel(options):
         model = build(options)
         loss = partial(dense_loss, 0.1)
-        return gather(
-            model, train(model, forward=forward_without_labels, loss_function=loss, num_microbatches=1)
-        )
+        step = train(model, forward=forward_without_labels, loss_function=loss, num_microbatches=1)
+        return gather(model, step)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,22 @@ def assert_close(call: Call, results: Results, others: Results) -> None:
         )
 
 
+def assert_within_8_ulp(call: Call, results: Results, others: Results) -> None:
+    """Values and metrics of the same inputs, split otherwise: what is promised of each of them."""
+    for name in ("log_probs", "entropy", *ref.METRICS):
+        excess = (results[name] - others[name]).abs() - eight_ulp(call)
+        assert bool((excess <= 0).all()), (
+            f"{name}: {float(excess.max()):.4g} more than 8 ulp of the largest |z|"
+        )
+
+
+def eight_ulp(call: Call) -> Tensor:
+    """8 ulp of each row's largest |z|, [N]."""
+    z = z_of(call)
+    largest = torch.where(z.isfinite(), z, 0.0).abs().amax(-1)
+    return 8 * torch.finfo(out_dtype(call.dtype)).eps * torch.exp2(largest.log2().floor())
+
+
 def rounding(call: Call) -> dict[str, Tensor]:
     """How far apart two correct results may be, by name.
 
@@ -212,8 +228,7 @@ def rounding(call: Call) -> dict[str, Tensor]:
     """
     truth, z = truth_of(call), z_of(call)
     unit = torch.finfo(out_dtype(call.dtype)).eps
-    largest = torch.where(z.isfinite(), z, 0.0).abs().amax(-1)
-    of_values = 8 * unit * torch.exp2(largest.log2().floor())
+    of_values = eight_ulp(call)
     bounds = dict.fromkeys(("log_probs", "entropy", *ref.METRICS), of_values)
     p = torch.softmax(z, -1)
     squares = (truth.entropy + truth.metrics["max_prob"].log()).square() + truth.metrics["varentropy"]

@@ -15,6 +15,7 @@ from tests.metamorphic.calls import (
     COLUMNS,
     N,
     assert_close,
+    assert_within_8_ulp,
     assert_same,
     evaluate,
     make_call,
@@ -57,6 +58,7 @@ def test_more_ranks_and_chunks(form: str, dtype: torch.dtype) -> None:
     for (_, of), found in zip(items, evaluate_on_ranks(items), strict=True):
         try:
             assert_close(call, results, found)
+            assert_within_8_ulp(call, results, found)
         except AssertionError as error:
             raise AssertionError(f"{of}: {error}") from error
 
@@ -88,6 +90,7 @@ def test_shards_in_any_order(form: str) -> None:
     results = evaluate(call)
     for found in evaluate_on_ranks(items):
         assert_close(call, results, found)
+        assert_within_8_ulp(call, results, found)
 
 
 @every_form

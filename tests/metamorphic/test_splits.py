@@ -15,6 +15,7 @@ from tests.metamorphic.calls import (
     N,
     Results,
     assert_close,
+    assert_within_8_ulp,
     evaluate,
     head_call,
     logits_call,
@@ -46,6 +47,7 @@ def assert_close_where_kept(call: Call, results: Results, others: Results) -> No
     for name in ref.METRICS:
         results, others = ({**r, name: torch.where(mask, r[name], 0.0)} for r in (results, others))
     assert_close(call, results, others)
+    assert_within_8_ulp(call, results, others)
 
 
 @every_form
@@ -58,7 +60,9 @@ def test_tiles_of_another_size(form: str, dtype: torch.dtype) -> None:
     else:
         call = head_call(*make_linear(dtype, rows=rows, columns=columns, width=16))
     small = call.computed(execution=me.Execution(workspace_mib=1))
-    assert_close(call, evaluate(call), evaluate(small))
+    results, others = evaluate(call), evaluate(small)
+    assert_close(call, results, others)
+    assert_within_8_ulp(call, results, others)
 
 
 @every_dtype
@@ -71,6 +75,7 @@ def test_fewer_neighbours(form: str, dtype: torch.dtype, rows: slice) -> None:
     found = evaluate(part)
     # Sums over tokens are those of these tokens alone: their truth, which `evaluate` asks for, says it all.
     assert_close(part, {**found, **expected}, found)
+    assert_within_8_ulp(part, expected, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_name)
