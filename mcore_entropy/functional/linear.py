@@ -138,8 +138,8 @@ def linear_log_probs_and_entropy(
         bias: [V/tp], any float dtype, added to the fp32 logits.
         transform: what the model does to its logits after the head (soft-capping, a scale).
         sequence_parallel: hidden is sharded along dimension 0 over the group, as Megatron's is.
-        mask, temperature, ignore_index, vocab_size, vocab_start_index, tp_group, entropy, metrics,
-            execution: as in `vocab_parallel_log_probs_and_entropy`.
+        mask, temperature, ignore_index, entropy, metrics: as in `vocab_parallel_log_probs_and_entropy`, and
+            so are vocab_size, vocab_start_index, tp_group and execution.
         chunk_size: tokens of one reduction over the group; None means 2048 on the CPU and 8192 elsewhere.
 
     Returns:
