@@ -1,8 +1,7 @@
 """Write down the exact versions of an environment, as constraints for pip.
 
-    python requirements/pins.py          all that pyproject's extras for development need, of this environment,
-                                         to requirements/python3.X.txt
-    python requirements/pins.py verl     what this environment holds itself, to requirements/verl.txt
+    python requirements/pins.py        requirements/python3.X.txt: all that pyproject's extras for development need
+    python requirements/pins.py verl   requirements/verl.txt: what this environment holds itself
 
 Nothing is downloaded: the versions are those that are installed.
 """

@@ -1,4 +1,4 @@
-"""requirements/: all that development needs is pinned, as pyproject.toml allows it, and installed so where PINNED=1."""
+"""requirements/: all that development needs is pinned, within pyproject's bounds, and installed so by PINNED=1."""
 
 from __future__ import annotations
 
