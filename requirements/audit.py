@@ -44,7 +44,7 @@ def known_against(pip_audit: str, pins: Path) -> list[str]:
         why = f"; {skipped[0]['name']}: {skipped[0]['skip_reason']}" if skipped else ""
         raise NoAnswer(
             f"pip-audit got an answer about {len(packages) - len(skipped)} of {len(packages)} packages of "
-            f"{pins}, most likely because the advisory service is out of reach or knows only part of them{why}"
+            f"{pins}, most likely because the advisory service is out of reach{why}"
         )
     return [
         f"{package['name']} {package['version']}: {each['id']}, "

@@ -1,6 +1,6 @@
 """Write down the exact versions of an environment, as constraints for pip.
 
-    python requirements/pins.py        requirements/python3.X.txt: all that pyproject's extras for development need
+    python requirements/pins.py        requirements/python3.X.txt: what the extras for development need
     python requirements/pins.py verl   requirements/verl.txt: what this environment holds itself
 
 Nothing is downloaded: the versions are those that are installed.

@@ -1,4 +1,4 @@
-"""requirements/: all that development needs is pinned, within pyproject's bounds, and installed so by PINNED=1."""
+"""requirements/: development's needs are pinned, within pyproject's bounds, and installed so by PINNED=1."""
 
 from __future__ import annotations
 
