@@ -34,6 +34,10 @@ class Execution:
 
     Raises:
         ValueError: a value is out of its range.
+
+    Example:
+        >>> Execution(workspace_mib=64).backend
+        'auto'
     """
 
     backend: str = "auto"

@@ -160,6 +160,12 @@ def linear_log_probs_and_entropy(
     of [n, H] if hidden needs a gradient. With sequence_parallel also an all-gather of [n, H] in forward and
     again in backward, and a reduce-scatter instead of the all-reduce. They run beside the products of the
     chunks that follow.
+
+    Example:
+        >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.zeros(4, 8)
+        >>> found = linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 3]))
+        >>> found.log_probs.exp()
+        tensor([0.2500, 0.2500], grad_fn=<ExpBackward0>)
     """
     with errors_on_every_rank(TensorParallelGroup.resolve(tp_group)):
         wanted = Wanted.checked(entropy, metrics)
