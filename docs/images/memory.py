@@ -14,12 +14,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1]
-HEADS = ("eager fp32", "chunked and checkpointed entropy", "torch.compile of the eager head", "**swapped head**")
+HEADS = (
+    "eager fp32",
+    "chunked and checkpointed entropy",
+    "torch.compile of the eager head",
+    "**swapped head**",
+)
 
 
 def peaks(model: str) -> dict[str, float]:
     """GiB of each head's update, from the model's rows "| model | head | ms, GiB | …"."""
-    section = (DOCS / "performance.md").read_text(encoding="utf-8").split("## An RL update step on one H200")[1]
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    section = text.split("## An RL update step on one H200")[1]
     rows = section.split(f"| {model} |", 1)[1]
     found = {}
     for head in HEADS:

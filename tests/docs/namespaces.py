@@ -1,7 +1,7 @@
 """What the snippets of each page find: the names that a reader has from their own program, at toy size.
 
-A page's entry says on how many ranks its snippets run (gloo, on the CPU), one after the other in one namespace.
-A page that is not here starts with nothing, on one rank.
+A page's entry says on how many ranks its snippets run (gloo, on the CPU), one after the other in one
+namespace. A page that is not here starts with nothing, on one rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Python in the documents runs: snippets page by page in one namespace, files by the page's own commands.
 
-A snippet runs on as many ranks as tests/docs/namespaces.py says, in the order of the page. What is not run says
-why in a comment right before it: `<!-- not run: REASON -->`; or `<!-- needs: MODULE -->`.
+A snippet runs on as many ranks as tests/docs/namespaces.py says, in the order of the page. What is not run
+says why in a comment right before it: `<!-- not run: REASON -->`; or `<!-- needs: MODULE -->`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_snippets_run(page: str) -> None:
     found = snippets(page)
     for block in found:
         if block.kind == "needs" and importlib.util.find_spec(str(block.comment)) is None:
-            pytest.skip(f"{block} needs {block.comment}; make verl runs it")
+            pytest.skip(f"{block} needs {block.comment}")
     run_ranks(SETTINGS.get(page, Setting(nothing)).ranks, run_page, page, found)
 
 
