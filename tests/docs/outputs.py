@@ -1,8 +1,8 @@
 """The outputs that documents paste, made again: `python -m tests.docs.outputs --write [PAGE ...]`.
 
 It runs the command of every `<!-- output: … -->` and `<!-- recorded: … -->` comment (tests/docs/pages.py) and
-writes what it prints into the block below. Without --write it says which `output` blocks differ, as the tests do.
-A recorded command is run on the machine that its page names.
+writes what it prints into the block below. Without --write it says which `output` blocks differ, as the
+tests do. A recorded command belongs on the machine that its page names.
 """
 
 from __future__ import annotations

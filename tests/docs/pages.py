@@ -26,7 +26,7 @@ _HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `line` is the first line of its text, counted from 1; `kind` and `comment` the marker's."""
+    """A fenced block: `line` is that of its first line, from 1; `kind` and `comment` are the marker's."""
 
     page: str
     line: int
@@ -92,7 +92,7 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
                 title=title[1] if title else None,
                 kind=marker["kind"] if marker else None,
                 comment=marker["text"] if marker else None,
-                text="\n".join(line[width:] for line in lines[first:number]) + "\n",
+                text="".join(f"{line[width:]}\n" for line in lines[first:number]),
             )
         )
         number += 1

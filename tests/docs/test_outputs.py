@@ -49,7 +49,7 @@ def test_writing_one_kind() -> None:
 
 
 def test_a_difference_is_shown() -> None:
-    block = Block("PAGE.md", 3, "text", None, "output", "python -c 'print(1 + 1)'", "3\n")
+    block = Block("CHANGELOG.md", 3, "text", None, "output", "python -c 'print(1 + 1)'", "3\n")
     assert difference(block).splitlines()[-2:] == ["-3", "+2"]
 
 
