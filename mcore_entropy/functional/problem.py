@@ -137,6 +137,7 @@ class Keywords:
             "entropy, metrics": (problem.wanted.entropy, problem.wanted.metrics),
             "transform": problem.transform,
             "execution": problem.execution,
+            "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             "temperature": "a tensor" if isinstance(temperature, Tensor) else temperature,
         }
         per_token: dict[str, Tensor | None] = {
