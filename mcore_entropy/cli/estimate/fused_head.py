@@ -20,20 +20,22 @@ from mcore_entropy.functional.problem import Problem
 from mcore_entropy.parallel import TensorParallelGroup, VocabShard
 from mcore_entropy.statistics import Wanted
 
-# Bytes a token: the three numbers that are saved and the results; the target's column, coefficients and what
-# makes them in backward.
-_SAVED = 24
-_BACKWARD = 48
+# Bytes a token, as measured (tests/cli/test_estimate_measured.py): the numbers that are saved and the results,
+# and in backward the target's column, the coefficients and what makes them.
+_FORWARD, _FORWARD_ENTROPY = 24, 8
+_BACKWARD, _BACKWARD_ENTROPY = 40, 16
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over the columns: its chunks' tokens, and those of them that are computed."""
+    """One pass over the columns: the tokens of its chunks, and how many of them are computed."""
 
-    tokens: int
+    chunks: tuple[int, ...]
     rows: int
-    largest_chunk: int
-    chunks: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.chunks)
 
 
 def fused(work: Workload, tiles: Tiles, execution: Execution, chunk_size: int | None = None) -> Head:
@@ -93,8 +95,11 @@ class _Fused:
     def _common(self, backward: bool) -> dict[str, int]:
         """What is there all the time."""
         work = self.work
+        per_token = _FORWARD + _FORWARD_ENTROPY * work.entropy
+        if backward:
+            per_token = _BACKWARD + _BACKWARD_ENTROPY * work.entropy
         common = {
-            "statistics": work.tokens * (_SAVED + _BACKWARD * backward),
+            "statistics": work.tokens * per_token,
             "kept logits": self.tiles.kept(work.live(work.tokens)),
         }
         if backward:
@@ -112,29 +117,30 @@ class _Fused:
 
     def _forward(self) -> Moment:
         work = self.work
-        chunks = self._problem.forward_chunks(masked=work.masked > 0)
-        rows = work.live(max(chunk.tokens for chunk in chunks))
+        chunks = [chunk.tokens for chunk in self._problem.forward_chunks(masked=work.masked > 0)]
+        following = chunks[1] if len(chunks) > 1 else 0
+        rows = work.live(chunks[0])
         return moment(
             "forward",
             {
                 **self._common(backward=False),
-                "gathered hidden": self._operand(rows, max(c.tokens for c in chunks), len(chunks) > 1),
+                "gathered hidden": self._operand(rows, chunks[0], following),
                 "tiles": self.tiles.statistics(rows),
             },
         )
 
-    def _operand(self, rows: int, tokens: int, more: bool) -> int:
-        """Copies of hidden states while k rows of n tokens are worked with; `more`: the next chunk's too."""
+    def _operand(self, rows: int, tokens: int, following: int) -> int:
+        """Copies of hidden states while k rows of n tokens are worked with, and of the next chunk."""
         work = self.work
         if work.sections == 1:
             return self._vectors(rows, work.dtype.itemsize) if work.masked else 0
-        return self._vectors((rows if work.masked else tokens) + tokens * more, work.dtype.itemsize)
+        return self._vectors((rows if work.masked else tokens) + following, work.dtype.itemsize)
 
     def _all_passes(self) -> list[_Pass]:
-        sizes = [chunk.tokens for chunk in self._problem.chunks()]
+        chunks = [chunk.tokens for chunk in self._problem.chunks()]
         if self.by_columns:
-            return [_Pass(sum(sizes), sum(map(self.work.live, sizes)), max(sizes), len(sizes))]
-        return [_Pass(size, self.work.live(size), size, 1) for size in sizes]
+            return [_Pass(tuple(chunks), sum(map(self.work.live, chunks)))]
+        return [_Pass((size,), self.work.live(size)) for size in chunks]
 
     def _prepared(self) -> Moment | None:
         """The first pass as it is prepared for all rows, before it is known that some are left out."""
@@ -154,37 +160,54 @@ class _Fused:
         """The hidden states of several chunks put together: they, and the whole."""
         only = self._all_passes()[0]
         copied = self.work.masked or self.work.sections > 1
-        if not (self.by_columns and only.chunks > 1 and copied):
+        if not (self.by_columns and len(only.chunks) > 1 and copied):
             return None
         twice = 2 * self._vectors(only.rows, self.work.dtype.itemsize)
         return moment("hidden states together", {**self._with_weight(), "gathered hidden": twice})
 
     def _passes(self) -> list[Moment]:
         passes = self._all_passes()
-        return [self._of_pass(one, number, len(passes)) for number, one in enumerate(passes)]
+        moments = []
+        for number, one in enumerate(passes):
+            before = passes[number - 1].tokens if number else 0
+            following = passes[number + 1].tokens if number + 1 < len(passes) else 0
+            moments += self._of_pass(one, f"pass {number + 1} of {len(passes)}", before, following)
+        return moments
 
-    def _of_pass(self, one: _Pass, number: int, count: int) -> Moment:
-        work = self.work
-        reduced = work.tensor_parallel > 1
-        in_flight = self._reduced(one.largest_chunk) if reduced and number else 0
-        if reduced and one.chunks > 1:  # every chunk's reduction is started in the pass's last slice
-            in_flight += self._reduced(one.tokens) - self._vectors(one.tokens, FP32) * (not work.masked)
-        more = work.sections > 1 and not self.by_columns and number + 1 < count
-        return moment(
-            f"pass {number + 1} of {count}",
-            {
-                **self._with_weight(),
-                "fp32 sum of hidden's gradient": self._vectors(one.rows, FP32),
-                "sums on their way": in_flight,
-                "gathered hidden": self._operand(one.rows, one.tokens, more),
-                "tiles": self.tiles.gradient(one.rows, stored=self.by_columns),
-            },
-        )
+    def _of_pass(self, one: _Pass, name: str, before: int, following: int) -> list[Moment]:
+        """Its peak, and its end, where every chunk's reduction has been started; `before`: tokens of the last."""
+        reduced = self.work.tensor_parallel > 1
+        on_their_way = self._reduced(before) if reduced else 0
+        common = {
+            **self._with_weight(),
+            "fp32 sum of hidden's gradient": self._vectors(one.rows, FP32),
+            "gathered hidden": self._operand(one.rows, one.tokens, following),
+        }
+        tiles = self.tiles.gradient(one.rows, stored=self.by_columns)
+        peak = moment(name, {**common, "sums on their way": on_their_way, "tiles": tiles})
+        if not reduced:
+            return [peak]
+        # Rows left out are put back for a reduction; the sum itself is reduced in place.
+        own = self._reduced(one.tokens) - (0 if self.work.masked else self._in_place(one.tokens))
+        end = {"sums on their way": on_their_way + own, "tiles": self.tiles.operand(one.rows)}
+        return [peak, moment(f"{name}, its end", {**common, **end})]
+
+    def _in_place(self, tokens: int) -> int:
+        """What `_reduced` counts of the sum that is there anyway."""
+        held = self.work.sections == 1 or self._input_is_held
+        return self._vectors(tokens, FP32) if held else 0
 
     def _reduced(self, tokens: int) -> int:
-        """A chunk's sum while it is reduced: all its rows and, under sequence parallelism, the rank's own."""
-        own = tokens // self.work.sections if self.work.sections > 1 else 0
-        return self._vectors(tokens + own, FP32)
+        """Chunks' sums while they are reduced: in place, or under sequence parallelism to the rank's part."""
+        if self.work.sections == 1:
+            return self._vectors(tokens, FP32)
+        held = tokens if self._input_is_held else 0
+        return self._vectors(held + tokens // self.work.sections, FP32)
+
+    @property
+    def _input_is_held(self) -> bool:
+        """NCCL holds on to a reduce-scatter's input until it is waited for, gloo does not."""
+        return self.tiles.device.type == "cuda"
 
     def _finish(self) -> Moment:
         """The sum as it is rounded to the weight's dtype; or what autograd gets beside main_grad."""

@@ -10,8 +10,9 @@ from mcore_entropy.cli.estimate.workload import FP32, Head, Moment, Workload, mo
 
 CHUNK_OF_LOGITS = 2048
 _PER_TOKEN = 64  # bytes of targets, results and their gradients
-_NAMES = {
-    # With entropy, one rank: log p and p, which are saved, and the gradients of log p, p and their product.
+# By whether the entropy is asked for, and whether the vocabulary is sharded.
+_TENSORS = {
+    # One rank: log p and p, which are saved, and the gradients of log p, p and their product.
     (True, False): 5,
     (False, False): 3,  # log p, its gradient from the gather, the gradient for the logits
     # A shard has no log_softmax of its own: the logits less the maximum and their exponentials are saved.
@@ -22,7 +23,7 @@ _NAMES = {
 
 def eager(work: Workload) -> Head:
     """`F.linear`, fp32, log_softmax, log-probs and entropy, differentiated by autograd."""
-    tensors = _NAMES[work.entropy, work.tensor_parallel > 1]
+    tensors = _TENSORS[work.entropy, work.tensor_parallel > 1]
     statistics = moment(
         "statistics",
         {
@@ -39,9 +40,7 @@ def chunked(work: Workload) -> Head:
     rows = min(CHUNK_OF_LOGITS, work.tokens)
     itemsize = work.dtype.itemsize
     logits = _logits(work) * itemsize
-    tensors: float = _NAMES[work.entropy, work.tensor_parallel > 1]
-    if not work.entropy and work.tensor_parallel > 1 and itemsize < FP32:
-        tensors += itemsize / FP32  # the checkpoint still holds the fp32 copy when its gradient is rounded
+    tensors = _TENSORS[work.entropy, work.tensor_parallel > 1]
     common = {
         "logits": logits,
         "gathered hidden": _gathered(work),
@@ -52,7 +51,7 @@ def chunked(work: Workload) -> Head:
         {
             **common,
             "gradient of the logits": (work.tokens - rows) * work.columns * itemsize,
-            "fp32 tensors of a chunk": int(tensors * rows * work.columns * FP32),
+            "fp32 tensors of a chunk": tensors * rows * work.columns * FP32,
         },
     )
     # The chunks' gradients are put together: they, and the whole.

@@ -39,6 +39,9 @@ class Tiles(Protocol):
     def gradient(self, rows: int, stored: bool) -> int:
         """At the peak of a pass over n rows; `stored`: each slice of the weight's gradient comes once."""
 
+    def operand(self, rows: int) -> int:
+        """Of one finished tile of such a pass."""
+
     def kept(self, rows: int) -> int:
         """Of the logits that a forward of n rows keeps."""
 
@@ -64,7 +67,8 @@ class TorchTiles:
         tile: int = block * width * FP32
         # A tile is still there while the next one is computed.
         before = tile if len(blocks) > 1 or rows > block else 0
-        return max(before + tile + self._widened(block + width), 2 * tile)
+        # The logits, their exponentials, and for the entropy both multiplied.
+        return max(before + tile + self._widened(block + width), (2 + self.work.entropy) * tile)
 
     def prepared(self, rows: int) -> int:
         return 0
@@ -88,6 +92,12 @@ class TorchTiles:
         of_hidden = self._widened(width) + (block * self.work.hidden_size * FP32 if scaled else 0)
         of_weight = self._widened(block) + apart
         return max(before + computed, operand + max(of_hidden, of_weight))
+
+    def operand(self, rows: int) -> int:
+        block = row_blocks(rows, self.most_rows)[0].stop
+        width = column_blocks(block, self.work.columns, self._cells)[0].stop
+        operand: int = block * width * self._operand_itemsize
+        return operand
 
     def kept(self, rows: int) -> int:
         return 0
@@ -146,6 +156,9 @@ class TritonTiles:
             block = row_blocks(rows, self.most_rows)[0].stop
             apart = max(block, sizes.widest(self._half_slices(block))) * self.work.hidden_size * FP32
         return self.prepared(rows) + apart
+
+    def operand(self, rows: int) -> int:
+        return self.prepared(rows)
 
     def kept(self, rows: int) -> int:
         budget = self.execution.logits_budget_mib * 2**20
