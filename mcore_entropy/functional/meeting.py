@@ -15,7 +15,6 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 # Private, and the only way from a group to its store.
@@ -139,4 +138,5 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
         timeout: timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
             return timeout
-    return _store_of(group).timeout
+    of_store: timedelta = _store_of(group).timeout  # type: ignore[attr-defined] # torch's stubs have it not
+    return of_store
