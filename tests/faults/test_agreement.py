@@ -1,4 +1,4 @@
-"""Ranks that go different ways, with ``MCORE_ENTROPY_CHECKS=1``: named on every rank that lives, never a hang.
+"""Ranks that go different ways, with ``MCORE_ENTROPY_CHECKS=1``: named on every rank, never a hang.
 
 The group's timeout is 3 s here, and the ranks' results are due long before a default one would end.
 """

@@ -282,23 +282,3 @@ def test_entropy_not_asked_for_saves_and_computes_less() -> None:
         run = lambda entropy=entropy: me.linear_log_probs_and_entropy(hidden, weight, target, entropy=entropy)  # noqa: E731
         saved[entropy] = _saved(run, [hidden, weight, target])[1]
     assert saved[False] < saved[True]
-
-
-@every_measure
-@pytest.mark.parametrize("form", ["linear", "logits"])
-def test_a_forward_needs_a_workspace_and_its_numbers_whatever_the_number_of_tiles(
-    measure: str, form: str
-) -> None:
-    """Statistics of a block of rows go into place at once: no list of blocks, no second copy of them all."""
-    n, h, v = 65536, 4, 4096
-    target, hidden, weight = torch.zeros(n, dtype=torch.long), torch.randn(n, h), torch.randn(v, h)
-    logits = torch.randn(1, v).expand(n, v)
-    execution = me.Execution(workspace_mib=WORKSPACE)
-
-    def run() -> Any:
-        if form == "linear":
-            return me.linear_log_probs_and_entropy(hidden, weight, target, execution=execution, chunk_size=n)
-        return me.vocab_parallel_log_probs_and_entropy(logits, target, execution=execution)
-
-    peak = MEASURES[measure](run, [hidden, weight, target, logits])
-    assert peak <= 2 * WORKSPACE * MIB + 16 * n * 4
