@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter npu verl test compat demo demo-fsdp demo-grpo benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter npu verl test compat demo demo-fsdp demo-grpo benchmark megatron-lm docs format dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -119,10 +119,14 @@ format: $(STAMP) ## reformat, and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Material says at length that MkDocs 2 will be another program; the requirements keep to this one.
+docs: $(STAMP) ## the documentation's site, into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
+
 dist: $(STAMP) ## build the sdist and the wheel into dist/
 	$(PIP) install --quiet build
 	$(BIN)/python -m build
 
 clean: ## remove caches and build outputs; environments stay
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -59,7 +59,6 @@ def check_agreement(
     told: dict[str, str] = {name: str(value) for name, value in facts.items()}
     for name, tensor in tensors.items():
         told[name] = str(None if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}")
-    told["torch.use_deterministic_algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     present = {name: _comparable(tensor) for name, tensor in tensors.items() if tensor is not None}
     message: Message = {
         "call": call,

@@ -82,7 +82,7 @@ def forward_in_chunks(
             partial = partial.placed(rows.kept, rows.chunk.tokens)
         if len(chunks) == 1 and problem.group.size == 1 and rows.chunk.sections == 1:
             return _results(problem, tokens, partial)
-        under_way.append((rows, start_reduction(partial, problem.group)))
+        under_way.append((rows, start_reduction(partial, problem.group, problem.execution.deterministic)))
         for _, reduction in under_way[-2:-1]:
             reduction.start_sum()
         for done, reduction in under_way[:-2]:

@@ -144,6 +144,7 @@ class Keywords:
             "transform": checked_transform(problem.transform),
             "execution": problem.execution,
             "backend": problem.backend.name,
+            "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             "temperature": "a tensor" if isinstance(temperature, Tensor) else temperature,
         }
         per_token: dict[str, Tensor | None] = {
