@@ -36,7 +36,8 @@ def errors_on_every_rank(group: TensorParallelGroup) -> Iterator[None]:
         error = raised
     if error is not None:
         if checks_enabled() and not torch.compiler.is_compiling() and has_other_ranks(group):
-            Meetings.of(group).tell({"error": f"{type(error).__name__}: {error}"})
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            Meetings.of(group).tell({"error": f"{kind}{error}"})
         raise error
 
 
