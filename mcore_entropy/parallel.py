@@ -307,5 +307,5 @@ def start_hidden_reduction(partial: Tensor, chunk: TokenChunk, group: TensorPara
 
 
 def checks_enabled() -> bool:
-    """Whether ``MCORE_ENTROPY_CHECKS=1`` asks for the checks that cost a collective or a host sync."""
+    """Whether ``MCORE_ENTROPY_CHECKS=1`` asks for what costs a comparison of ranks or a host sync."""
     return os.environ.get("MCORE_ENTROPY_CHECKS", "0") == "1"

@@ -207,6 +207,12 @@ class PartialStatistics:
 
         return PartialStatistics(**{name: place(name, value) for name, value in self.present().items()})
 
+    def put(self, rows: slice, part: PartialStatistics) -> None:
+        """Write a block's statistics in place. (Kept until the end, they would lie between freed tiles.)"""
+        values = part.present()
+        for name, all_values in self.present().items():
+            all_values[rows] = values[name]
+
     @staticmethod
     def concatenated(parts: Sequence[PartialStatistics]) -> PartialStatistics:
         """Statistics of consecutive blocks of tokens as those of all of them."""

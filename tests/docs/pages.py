@@ -26,7 +26,7 @@ _HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `line` is that of its first line, from 1; `kind` and `comment` are the marker's."""
+    """A fenced block. `line` is that of its first line, from 1; `kind` and `comment` are the marker's."""
 
     page: str
     line: int

@@ -55,12 +55,12 @@ class TorchBackend:
         execution: Execution,
     ) -> PartialStatistics:
         like = torch.empty(0, dtype=statistics_dtype(logits.dtype), device=logits.device)
-        parts = [PartialStatistics.empty(0, wanted, like)]
+        total = PartialStatistics.empty(tokens.count, wanted, like)
         for rows, tile in _row_tiles(logits, tokens, execution):
             block = inputs.block(rows)
             z = scale_logits_(tile, block.transform, block.temperature)
-            parts.append(self.tile_statistics(z, block.target, wanted))
-        return PartialStatistics.concatenated(parts)
+            total.put(rows, self.tile_statistics(z, block.target, wanted))
+        return total
 
     def logits_gradient(
         self,
@@ -87,19 +87,19 @@ class TorchBackend:
     ) -> PartialStatistics:
         assert keep is None  # kept_logits makes none
         like = torch.empty(0, dtype=statistics_dtype(hidden.dtype), device=hidden.device)
-        parts = [PartialStatistics.empty(0, wanted, like)]
+        total = PartialStatistics.empty(hidden.shape[0], wanted, like)
         cells = tile_cells(hidden.device, hidden.dtype, execution)
         for rows in even_ranges(hidden.shape[0], most_rows(cells)):
             block = inputs.block(rows)
             tokens = rows.stop - rows.start
-            total = PartialStatistics.empty(tokens, wanted, like)
+            of_rows = PartialStatistics.empty(tokens, wanted, like)
             for columns in column_blocks(tokens, weight.shape[0], cells):
                 z = scale_logits_(
                     _logits(hidden[rows], weight, bias, columns), block.transform, block.temperature
                 )
-                total = total.merge(self.tile_statistics(z, block.target_from(columns.start), wanted))
-            parts.append(total)
-        return PartialStatistics.concatenated(parts)
+                of_rows = of_rows.merge(self.tile_statistics(z, block.target_from(columns.start), wanted))
+            total.put(rows, of_rows)
+        return total
 
     def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> None:
         """None: `check` allows no budget."""
