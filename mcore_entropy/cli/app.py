@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from mcore_entropy.cli.benchmark_command import benchmark
 from mcore_entropy.cli.doctor_command import doctor
 
 app = typer.Typer(
@@ -14,9 +15,5 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def commands() -> None:
-    """Keeps a command's name needed where there is only one."""
-
-
 app.command()(doctor)
+app.command()(benchmark)
