@@ -262,9 +262,7 @@ def _packed(name: str, value: Tensor) -> Tensor:
     Raises:
         ValueError: a nested tensor whose rows do not lie like that, or a tensor of another layout.
     """
-    if not isinstance(value, Tensor):
-        return value
-    if not value.is_nested:
+    if not isinstance(value, Tensor) or not value.is_nested:
         check_strided(name, value)
         return value
     if value.layout != torch.jagged or not value.is_contiguous():

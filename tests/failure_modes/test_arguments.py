@@ -143,7 +143,7 @@ def test_a_label_outside_the_vocabulary(label: int) -> None:
 
 
 def test_label_minus_100() -> None:
-    """Symptom: a masked label has a log-prob or, where its term is left out alone, the whole softmax's gradient.
+    """Symptom: a masked label has a log-prob or, its term alone left out, the whole softmax's gradient.
     Report: Megatron-LM#6706, Megatron-LM#7520."""
     hidden, weight, _ = make_linear(torch.float64)
     target = make_target((N,), V)

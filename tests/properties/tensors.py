@@ -157,7 +157,8 @@ def build(case: Case) -> Whole:
     inputs = {name: x} | inputs
     temperature = _temperature(case, mask, g)
     upstream = tuple(
-        _upstream(kind, normal(*case.lead).to(out_dtype(case)) * case.upstream_scale) for kind in case.upstream
+        _upstream(kind, normal(*case.lead).to(out_dtype(case)) * case.upstream_scale)
+        for kind in case.upstream
     )
     return Whole(inputs, per_token(target, case.other_layout), mask, temperature, upstream)
 

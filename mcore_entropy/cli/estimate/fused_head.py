@@ -20,8 +20,8 @@ from mcore_entropy.functional.problem import Problem
 from mcore_entropy.parallel import TensorParallelGroup, VocabShard
 from mcore_entropy.statistics import Wanted
 
-# Bytes a token, as measured (tests/cli/test_estimate_measured.py): the numbers that are saved and the results,
-# and in backward the target's column, the coefficients and what makes them.
+# Bytes a token, as measured (tests/cli/measured.py): the numbers that are saved and the results, and in
+# backward the target's column, the coefficients and what makes them.
 _FORWARD, _FORWARD_ENTROPY = 24, 8
 _BACKWARD, _BACKWARD_ENTROPY = 40, 16
 
@@ -175,7 +175,7 @@ class _Fused:
         return moments
 
     def _of_pass(self, one: _Pass, name: str, before: int, following: int) -> list[Moment]:
-        """Its peak, and its end, where every chunk's reduction has been started; `before`: tokens of the last."""
+        """Its peak, and its end, where all its reductions have begun; `before`: tokens of the last pass."""
         reduced = self.work.tensor_parallel > 1
         on_their_way = self._reduced(before) if reduced else 0
         common = {
