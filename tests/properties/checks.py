@@ -68,7 +68,12 @@ def _check_value(case: Case, truth: Truth, name: str, value: Tensor) -> None:
     assert not bool(where.any()), f"{name}: NaN, or none, in rows {where.nonzero()[:5].tolist()}"
     assert not value[~truth.kept].any(), f"{name} of a masked row"
     assert_close(
-        value, truth.values[name], truth.value_sizes[name], truth.kept & ~truth.bad & truth.determined, case, name
+        value,
+        truth.values[name],
+        truth.value_sizes[name],
+        truth.kept & ~truth.bad & truth.determined,
+        case,
+        name,
     )
     fine = value[truth.kept & ~nan]
     if name == "entropy":
@@ -107,7 +112,9 @@ def _check_gradient(case: Case, whole: Whole, truth: Truth, name: str, gradient:
             counted = gradient[..., : truth.counted]
             assert not gradient[..., truth.counted :].any(), f"{label}: columns that do not count"
         assert bool(counted[poisoned].isnan().all()), f"{label}: a bad row without NaN"
-        assert bool(counted[~truth.bad].isfinite().all()) or dtype_of(case.dtype).itemsize == 2, f"{label}: not finite"
+        assert bool(counted[~truth.bad].isfinite().all()) or dtype_of(case.dtype).itemsize == 2, (
+            f"{label}: not finite"
+        )
         rows = (truth.live & ~truth.bad & truth.determined)[..., None].expand(counted.shape)
         assert_close(counted, truth.gradients[name], truth.gradient_sizes[name], rows, case, label)
         return

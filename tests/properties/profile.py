@@ -24,5 +24,9 @@ def examples(count: int) -> Callable[[Any], Any]:
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         report_multiple_bugs=False,
         # A test builds tensors and runs ranks; fixtures here (fresh buffers hold NaN) are the same for all examples.
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.function_scoped_fixture,
+        ],
     )

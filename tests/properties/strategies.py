@@ -23,7 +23,14 @@ LOGIT_ROWS_BAD = ("all -inf", "one nan", "one +inf", "nan and -inf")
 HIDDEN_ROWS = ("plain", "wide", "zero", "tiny")
 HIDDEN_ROWS_BAD = ("one nan", "one +inf", "one -inf")
 
-LAYOUTS = ("contiguous", "transposed", "column major", "offset view", "every other column", "one row expanded")
+LAYOUTS = (
+    "contiguous",
+    "transposed",
+    "column major",
+    "offset view",
+    "every other column",
+    "one row expanded",
+)
 NUMBERS = (1.0, 0.5, 2.0, 0.7, 1.3, 0.05, 50.0, "0-dim")
 PER_TOKEN = ("spread", "powers of two", "with bad ones", "of another dtype")
 
@@ -117,7 +124,9 @@ def _lead(draw: st.DrawFn, many: bool) -> tuple[int, ...]:
 
 @st.composite
 def _upstream(draw: st.DrawFn) -> str:
-    return draw(st.sampled_from(["random", "random", "some zero", "zero", "one expanded", "row expanded", "none"]))
+    return draw(
+        st.sampled_from(["random", "random", "some zero", "zero", "one expanded", "row expanded", "none"])
+    )
 
 
 @st.composite
@@ -173,8 +182,12 @@ def cases(draw: st.DrawFn, forms: tuple[str, ...], ranks: int = 1, many: bool = 
         upstream=(draw(_upstream()), draw(_upstream())),
         upstream_scale=draw(st.sampled_from([1.0, 1.0, 1e-4, 100.0])),
         entropy=entropy,
-        metrics=tuple(sorted(draw(st.sets(st.sampled_from(METRICS))))) if log_probs and draw(st.booleans()) else (),
-        chunk_size=draw(st.sampled_from([1, 2, 3, 5, 8, 100])) if form != "entropy" and draw(st.booleans()) else None,
+        metrics=tuple(sorted(draw(st.sets(st.sampled_from(METRICS)))))
+        if log_probs and draw(st.booleans())
+        else (),
+        chunk_size=draw(st.sampled_from([1, 2, 3, 5, 8, 100]))
+        if form != "entropy" and draw(st.booleans())
+        else None,
         workspace=draw(st.sampled_from([None, 1])),
         compact_rows=draw(st.booleans()),
         **of_head,

@@ -109,7 +109,9 @@ def truth_of(case: Case, whole: Whole) -> Truth:
     log_probs = torch.where(kept & (target == case.ignore_index), 0.0, dense.log_probs)
     values = {"log_probs": log_probs, "entropy": dense.entropy, **dense.metrics}
     bad = dense.entropy.isnan()
-    sized = _Sizes(case, whole, logits, kept & ~bad, torch.where(kept & (target != case.ignore_index), target, -1))
+    sized = _Sizes(
+        case, whole, logits, kept & ~bad, torch.where(kept & (target != case.ignore_index), target, -1)
+    )
     value_sizes = sized.of_values()
     gradient, size = dense.gradients["logits"].clone(), sized.of_gradient(g_lp, g_h)
     # The reference lets nothing flow through a log-prob of -inf; the formula, g (onehot - p), is finite.
@@ -156,7 +158,9 @@ class _Sizes:
         capped = inner.tanh() if case.softcap is not None else inner
         rise = 1 - capped.square() if case.softcap is not None else torch.ones_like(inner)
         z = capped * (case.softcap or 1.0) / tau
-        self.slope = torch.where(alive, rise * case.scale / tau, 0.0 if case.softcap is not None else case.scale / tau)
+        self.slope = torch.where(
+            alive, rise * case.scale / tau, 0.0 if case.softcap is not None else case.scale / tau
+        )
         exact = power & (case.scale == 1.0) & (case.softcap is None)
         off = logits.off * self.slope + torch.where(exact, 0.0, z.abs())
         # 1 - tanh^2 is (1 + t)(1 - t), absolutely off by what t is.
@@ -191,14 +195,19 @@ class _Sizes:
         second = (self.p * self.d.square()).sum(-1, keepdim=True)
         varentropy = second - self.mean.square()
         top, squares = self.p.amax(-1), self.p.square()
-        tails = self.unit * (1 + self.log_sum).square()  # second order, of the truth: it squares ln p + H
+        # The truth squares ln p + H, which is as close as its own ln S: to first order, and to second.
+        rounded = (1 + self.log_sum) * torch.finfo(torch.float64).eps
+        of_truth = (
+            2 * (self.p * spread.abs()).sum(-1, keepdim=True) * rounded + rounded.square()
+        ) / self.unit
         linear = (spread.square() - varentropy + 2 * spread).abs() * self.w
         quadratic = (self.d.square() - second - 2 * self.mean * spread).abs()
         return {
             "log_probs": of_log_prob.gather(-1, at)[..., 0],
             "entropy": self.of_entropy()[..., 0],
             "sum_pi_squared": (squares * (2 * self.w + 5 + 2 * self.sum_size)).sum(-1),
-            "varentropy": (self.p * (linear + quadratic)).sum(-1) + (4 * (second + self.mean.square()) + tails)[..., 0],
+            "varentropy": (self.p * (linear + quadratic)).sum(-1)
+            + (4 * (second + self.mean.square()) + of_truth)[..., 0],
             "max_prob": top * (self.sum_size[..., 0] + 1),
         }
 
