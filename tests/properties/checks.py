@@ -39,7 +39,7 @@ def assert_close(ours: Tensor, truth: Tensor, size: Tensor, compared: Tensor, ca
 
 
 def check(case: Case, by_rank: list[dict[str, Tensor]]) -> None:
-    """The answers of all ranks are the truth, and the same; rows that are special are what they have to be."""
+    """The answers of all ranks are the truth, and the same; special rows are what they have to be."""
     whole = build(case)
     truth = truth_of(case, whole)
     values = {name: x for name, x in by_rank[0].items() if not name.startswith("d ")}

@@ -1,6 +1,6 @@
 """How many examples are run: few by default, and the same in every run.
 
-``MCORE_ENTROPY_EXAMPLES=100`` runs a hundred times as many, other ones in every run; a failure prints its case.
+``MCORE_ENTROPY_EXAMPLES=100`` runs a hundred times as many, others in every run; a failure prints its case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def examples(count: int) -> Callable[[Any], Any]:
         deadline=None,
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         report_multiple_bugs=False,
-        # A test builds tensors and runs ranks; fixtures here (fresh buffers hold NaN) are the same for all examples.
+        # A test builds tensors and runs ranks; fixtures (fresh buffers hold NaN) serve all examples.
         suppress_health_check=[
             HealthCheck.too_slow,
             HealthCheck.data_too_large,

@@ -7,6 +7,7 @@ That keeps an example small enough to shrink, and lets every rank build the same
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -45,7 +46,7 @@ class Case:
         shards: columns of each rank.
         explicit_shards: vocab_start_index and vocab_size are passed.
         rows, targets: kinds, row by row, in a circle.
-        layout: strides of the logits or hidden states; `other_layout` of weight, target, mask and temperature.
+        layout: strides of the logits or hidden; `other_layout` of weight, target, mask and temperature.
         mask, upstream, bias: how they are made, "none" for no such argument.
         upstream: of log_probs and of entropy.
         trained: the inputs that need a gradient.
@@ -110,12 +111,12 @@ def _shards(draw: st.DrawFn, ranks: int) -> tuple[tuple[int, ...], bool]:
     columns = draw(st.integers(1, 70))
     cuts = sorted(draw(st.lists(st.integers(0, columns), min_size=ranks - 1, max_size=ranks - 1)))
     edges = [0, *cuts, columns]
-    return tuple(b - a for a, b in zip(edges, edges[1:], strict=False)), True
+    return tuple(b - a for a, b in pairwise(edges)), True
 
 
 @st.composite
 def _lead(draw: st.DrawFn, many: bool) -> tuple[int, ...]:
-    """[N], [b, s] or [s, b], a scalar, no token; or enough tokens for several tiles of the smallest workspace."""
+    """[N], [b, s] or [s, b], a scalar, no token; or enough for several tiles of the smallest workspace."""
     if many and draw(st.integers(0, 15)) == 15:
         return draw(st.sampled_from([(700,), (1400,), (350, 4)]))
     dimensions = draw(st.integers(0, 3))

@@ -6,7 +6,6 @@ import os
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, note
 from hypothesis import strategies as st

@@ -1,9 +1,9 @@
 """The fp64 truth of a case, and how exactly each of its numbers can be computed.
 
-Values and gradients are those of tests/reference.py. The *size* of a number is the sum of the magnitudes of the
-terms of its first-order rounding error, in units in the last place: an implementation in fp32 that rounds each
-intermediate result of DESIGN's formulas once is that far off at most, up to a small factor. With d = z - m,
-p = e^d / S and w the uncertainty of d itself (a product's, a division's; 0 where z is exact)::
+Values and gradients are those of tests/reference.py. The *size* of a number is the sum of the magnitudes of
+the terms of its first-order rounding error, in units in the last place: an implementation in fp32 that rounds
+each intermediate result of DESIGN's formulas once is that far off at most, up to a small factor. With
+d = z - m, p = e^d / S and w the uncertainty of d itself (a product's, a division's; 0 where z is exact)::
 
     size of ln S       s = sum p (w + |d| + 1) + 1
     size of log_prob   w_y + |d_y| + s + ln S + |log_prob|
@@ -11,8 +11,8 @@ p = e^d / S and w the uncertainty of d itself (a product's, a division's; 0 wher
     size of p          p (w + |d| + |ln p| + s + ln S + 2)
 
 so a large offset or a spread of logits widens the allowance only where it does so for any implementation.
-Where the uncertainty of z is no longer small against 1 (|z| = 2^100 divided by 0.7) nothing is left to compare:
-such a row is not `determined`.
+Where the uncertainty of z is no longer small against 1 (|z| = 2^100 divided by 0.7) nothing is left to
+compare: such a row is not `determined`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Sizes:
         tau, power = _temperature(whole.temperature, torch.Size(case.lead), fine)
         raw = torch.where(fine[..., None], logits.raw, 0.0)
         alive = ~torch.isneginf(raw)
-        l = torch.where(alive, raw, 0.0)
+        l = torch.where(alive, raw, 0.0)  # noqa: E741 - the derivation's letter
         inner = l * case.scale / (case.softcap or 1.0)
         capped = inner.tanh() if case.softcap is not None else inner
         rise = 1 - capped.square() if case.softcap is not None else torch.ones_like(inner)
