@@ -91,7 +91,8 @@ def _logit_row(kind: str, x: Tensor, dtype: torch.dtype, g: torch.Generator) -> 
     if kind == "one alive":
         return torch.where(only, x, -INF)
     if kind == "lowest":
-        return torch.where(some & ~only, torch.finfo(dtype).min, x)
+        # In fp64 that of fp32: the truth, fp64 itself, squares it.
+        return torch.where(some & ~only, max(torch.finfo(dtype).min, torch.finfo(torch.float32).min), x)
     if kind == "all -inf":
         return torch.full_like(x, -INF)
     if kind == "one nan":

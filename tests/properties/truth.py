@@ -2,8 +2,8 @@
 
 Values and gradients are those of tests/reference.py. The *size* of a number is the sum of the magnitudes of
 the terms of its first-order rounding error, in units in the last place: an implementation in fp32 that rounds
-each intermediate result of the formulas once is that far off at most, up to a small factor. With d = z - m,
-p = e^d / S and w the uncertainty of d itself (a product's, a division's; 0 where z is exact)::
+each intermediate result of DESIGN's formulas once is that far off at most, up to a small factor. With
+d = z - m, p = e^d / S and w the uncertainty of d itself (a product's, a division's; 0 where z is exact)::
 
     size of ln S       s = sum p (w + |d| + 1) + 1
     size of log_prob   w_y + |d_y| + s + ln S + |log_prob|
@@ -195,7 +195,11 @@ class _Sizes:
         second = (self.p * self.d.square()).sum(-1, keepdim=True)
         varentropy = second - self.mean.square()
         top, squares = self.p.amax(-1), self.p.square()
-        tails = self.unit * (1 + self.log_sum).square()  # second order, of the truth: it squares ln p + H
+        # The truth squares ln p + H, which is as close as its own ln S: to first order, and to second.
+        rounded = (1 + self.log_sum) * torch.finfo(torch.float64).eps
+        of_truth = (
+            2 * (self.p * spread.abs()).sum(-1, keepdim=True) * rounded + rounded.square()
+        ) / self.unit
         linear = (spread.square() - varentropy + 2 * spread).abs() * self.w
         quadratic = (self.d.square() - second - 2 * self.mean * spread).abs()
         return {
@@ -203,7 +207,7 @@ class _Sizes:
             "entropy": self.of_entropy()[..., 0],
             "sum_pi_squared": (squares * (2 * self.w + 5 + 2 * self.sum_size)).sum(-1),
             "varentropy": (self.p * (linear + quadratic)).sum(-1)
-            + (4 * (second + self.mean.square()) + tails)[..., 0],
+            + (4 * (second + self.mean.square()) + of_truth)[..., 0],
             "max_prob": top * (self.sum_size[..., 0] + 1),
         }
 
