@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from mcore_entropy.cli.doctor_command import doctor
+from mcore_entropy.cli.estimate_command import estimate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,9 +15,5 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def commands() -> None:
-    """Keeps a command's name needed where there is only one."""
-
-
 app.command()(doctor)
+app.command()(estimate)
