@@ -6,6 +6,7 @@ import typer
 
 from mcore_entropy.cli.benchmark_command import benchmark
 from mcore_entropy.cli.doctor_command import doctor
+from mcore_entropy.cli.estimate_command import estimate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,3 +18,4 @@ app = typer.Typer(
 
 app.command()(doctor)
 app.command()(benchmark)
+app.command()(estimate)

@@ -54,14 +54,9 @@ class _Fused:
         work = self.work
         moments = [self._forward(), self._prepared(), self._gathered(), *self._passes(), self._finish()]
         live = work.live(work.tokens)
-        kept = self.tiles.kept(live) / max(self.kept_whole, 1)
-        flops = round((4 - kept) * work.product_flops(live))
+        computed_twice = 1 - self.tiles.kept(live).columns / work.columns
+        flops = round((3 + computed_twice) * work.product_flops(live))
         return Head("fused", tuple(one for one in moments if one is not None), flops)
-
-    @property
-    def kept_whole(self) -> int:
-        """Bytes that keeping all logits in fp16 would take."""
-        return self.work.live(self.work.tokens) * self.work.columns * 2
 
     @property
     def _problem(self) -> Problem:
@@ -100,7 +95,7 @@ class _Fused:
             per_token = _BACKWARD + _BACKWARD_ENTROPY * work.entropy
         common = {
             "statistics": work.tokens * per_token,
-            "kept logits": self.tiles.kept(work.live(work.tokens)),
+            "kept logits": self.tiles.kept(work.live(work.tokens)).bytes,
         }
         if backward:
             common["gradient of hidden"] = work.hidden_bytes

@@ -13,6 +13,7 @@ import torch
 from mcore_entropy.backends.pytorch.tiles import column_blocks, even_ranges, most_rows, tile_cells
 from mcore_entropy.backends.triton import sizes
 from mcore_entropy.backends.triton.machine import Machine
+from mcore_entropy.backends.triton.sizes import KeptSize
 from mcore_entropy.cli.estimate.workload import FP32, Workload
 from mcore_entropy.execution import Execution
 from mcore_entropy.functional.head_gradients import row_blocks
@@ -20,15 +21,15 @@ from mcore_entropy.products import HALF, multiplies_halves
 
 
 class Tiles(Protocol):
-    """The memory of one backend's tiles, in bytes.
+    """The memory of one backend's tiles, in bytes."""
 
-    Attributes:
-        device: whose defaults hold.
-        most_rows: see `Backend.most_rows`.
-    """
+    @property
+    def device(self) -> torch.device:
+        """Whose defaults hold."""
 
-    device: torch.device
-    most_rows: int
+    @property
+    def most_rows(self) -> int:
+        """See `Backend.most_rows`."""
 
     def statistics(self, rows: int) -> int:
         """At the peak of `Backend.linear_statistics` of n rows."""
@@ -42,8 +43,8 @@ class Tiles(Protocol):
     def operand(self, rows: int) -> int:
         """Of one finished tile of such a pass."""
 
-    def kept(self, rows: int) -> int:
-        """Of the logits that a forward of n rows keeps."""
+    def kept(self, rows: int) -> KeptSize:
+        """The logits that a forward of n rows keeps."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class TorchTiles:
         operand: int = block * width * self._operand_itemsize
         return operand
 
-    def kept(self, rows: int) -> int:
-        return 0
+    def kept(self, rows: int) -> KeptSize:
+        return KeptSize(0, 0, 0)
 
     @property
     def _cells(self) -> int:
@@ -160,9 +161,9 @@ class TritonTiles:
     def operand(self, rows: int) -> int:
         return self.prepared(rows)
 
-    def kept(self, rows: int) -> int:
-        budget = self.execution.logits_budget_mib * 2**20
-        return sizes.KeptSize.within(rows, self.work.columns, budget, self.machine).bytes if self._half else 0
+    def kept(self, rows: int) -> KeptSize:
+        budget = self.execution.logits_budget_mib * 2**20 if self._half else 0
+        return KeptSize.within(rows, self.work.columns, budget, self.machine)
 
     @property
     def _half(self) -> bool:
@@ -176,9 +177,7 @@ class TritonTiles:
     def _half_slices(self, rows: int) -> list[slice]:
         work = self.work
         workspace = sizes.gradient_workspace(self.execution, work.tokens, work.hidden_size)
-        kept = sizes.KeptSize.within(
-            work.live(work.tokens), work.columns, self.execution.logits_budget_mib * 2**20, self.machine
-        )
+        kept = self.kept(work.live(work.tokens))
         return sizes.gradient_slices(
             rows, work.hidden_size, work.columns, kept.columns, workspace, self.machine
         )
