@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_entropy.adapters.entropy_from_logits import entropy_from_logits, entropy_from_logits_with_chunking
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.functional.arguments import FLOATS, check_bool, check_tensor
+from mcore_entropy.functional.arguments import FLOATS, check_bool, check_strided, check_tensor
 from mcore_entropy.functional.linear import fused_head
 from mcore_entropy.functional.linear_passes import LinearOptions
 from mcore_entropy.functional.logits import (
@@ -206,7 +206,9 @@ def linear_cross_entropy_statistics(
         tokens = hidden.shape[:-1]
         labels = _in_order("labels", labels, tokens)
         if isinstance(temperature, Tensor):
-            one = temperature.numel() == 1
+            # A nested one holds a value a token, however few; a dense one with one value is everybody's.
+            one = not temperature.is_nested and temperature.numel() == 1
+            temperature = _packed("temperature", temperature)
             temperature = temperature.reshape(()) if one else _in_order("temperature", temperature, tokens)
     metrics = ("sum_pi_squared",) if calculate_sum_pi_squared else ()
     wanted = Wanted(entropy=calculate_entropy, metrics=metrics)
@@ -255,12 +257,13 @@ def _offsets(value: object) -> Tensor | None:
 
 
 def _packed(name: str, value: Tensor) -> Tensor:
-    """A jagged tensor's rows, one sequence after the other; others as they are.
+    """A jagged tensor's rows, one sequence after the other; dense ones as they are.
 
     Raises:
-        ValueError: a nested tensor whose rows do not lie like that.
+        ValueError: a nested tensor whose rows do not lie like that, or a tensor of another layout.
     """
     if not isinstance(value, Tensor) or not value.is_nested:
+        check_strided(name, value)
         return value
     if value.layout != torch.jagged or not value.is_contiguous():
         raise ValueError(
@@ -291,7 +294,8 @@ def _in_order(name: str, value: Tensor, tokens: torch.Size) -> Tensor:
 
 
 def _rows_of_vocabulary(weight: Tensor, width: int) -> Tensor:
-    """weight as [V/tp, H]."""
-    if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] != width == weight.shape[0]:
+    """weight as [V/tp, H]; what is no dense matrix as it is, for the head to refuse."""
+    dense = isinstance(weight, Tensor) and not weight.is_nested
+    if dense and weight.dim() == 2 and weight.shape[1] != width == weight.shape[0]:
         return weight.t()
     return weight

@@ -157,11 +157,23 @@ def check_tensor(
             f"{name}: expected a dense tensor, got a nested one of layout {value.layout}; a jagged tensor's "
             "tokens, one sequence after the other, are its .values()"
         )
+    check_strided(name, value)
     if value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: expected dtype {names}, got {value.dtype}{hint}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like the others, got one on {value.device}")
+
+
+def check_strided(name: str, value: Tensor) -> None:
+    """Raise ValueError for a sparse tensor and the like, which has neither strides nor a storage.
+
+    What is no tensor is left to the checks that follow.
+    """
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        raise ValueError(
+            f"{name}: expected a dense tensor, got one of layout {value.layout}; see .to_dense()"
+        )
 
 
 def _check_shape(name: str, value: Tensor, shape: torch.Size, shape_source: str) -> None:
