@@ -107,7 +107,7 @@ def verdict(rows: Sequence[Row]) -> str:
     memory = ours.peak_bytes / eager.peak_bytes
     in_time = f"in {time:.2f} of its time"
     if _SAME_TIME[0] <= time <= _SAME_TIME[1]:
-        in_time = "in the same time"
+        in_time = "in about the same time"
     if memory <= _LESS_MEMORY:
         change = f"the head's peak falls from {eager.peak_bytes / _MIB:.0f} to {peak}"
         if time <= _SAME_TIME[1]:
