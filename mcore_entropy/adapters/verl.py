@@ -9,6 +9,7 @@ changed, in forward or backward: no call needs a clone before it, and their orde
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -256,7 +257,7 @@ def _offsets(value: object) -> Tensor | None:
     return offsets
 
 
-def _packed(name: str, value: Tensor) -> Tensor:
+def _packed(name: str, value: Any) -> Any:
     """A jagged tensor's rows, one sequence after the other; dense ones as they are.
 
     Raises:
