@@ -11,16 +11,28 @@ VENV ?= .venv
 TORCH ?= torch>=2.8
 MEGATRON ?= megatron-core>=0.13
 
+# PINNED=1 installs the very versions of requirements/, those that CI runs with: make test PINNED=1
+PINNED ?=
+ifneq ($(PINNED),)
+PINS := requirements/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
+ifeq ($(wildcard $(PINS)),)
+$(error PINNED=1: there is no $(PINS); leave PINNED out, or take a Python that requirements/ has a file for)
+endif
+CONSTRAINT := --constraint $(PINS)
+VERL_CONSTRAINT := --constraint requirements/verl.txt
+endif
+
 # Ranks of the demos: make demo NPROC=4 ARGS='--tensor-model-parallel-size 2'
 NPROC ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Other pins than those installed are installed.
-STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)' | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(MEGATRON)$(PINNED:%= %)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types pytest interpreter npu verl test compat demo demo-fsdp demo-grpo benchmark megatron-lm format dist clean
+.PHONY: help setup lint types pytest interpreter npu verl test compat demo demo-fsdp demo-grpo benchmark megatron-lm docs \
+    format pins pins-verl audit coverage dist clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -30,10 +42,10 @@ setup: $(STAMP) ## create $(VENV) and install the package, editable, with all th
 # pip's own choice of torch is, on Linux, a CUDA build of several GB. Where there is no NVIDIA GPU and pip's
 # find-links folder (PIP_FIND_LINKS or pip.conf) holds a wheel that satisfies TORCH, a CPU build as a rule,
 # that one is taken; otherwise pip decides. --no-compile: Python compiles what is imported, a small part.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	@command -v nvidia-smi >/dev/null || $(PIP) install --quiet --no-compile --no-index --no-deps '$(TORCH)' 2>/dev/null || true
-	$(PIP) install --no-compile $(if $(CI),--quiet) '$(TORCH)' '$(MEGATRON)' --editable '.[dev]'
+	@command -v nvidia-smi >/dev/null || $(PIP) install --quiet --no-compile --no-index --no-deps $(CONSTRAINT) '$(TORCH)' 2>/dev/null || true
+	$(PIP) install --no-compile $(if $(CI),--quiet) $(CONSTRAINT) '$(TORCH)' '$(MEGATRON)' --editable '.[dev]'
 	@touch $@
 
 lint: $(STAMP) ## ruff: rules and format
@@ -80,7 +92,7 @@ $(VENV)-verl/.installed: $(STAMP)
 	$(BIN)/python -m venv --clear $(VENV)-verl
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > "$$($(VENV)-verl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install --quiet --no-compile $(VERL_IMPORTS)
+	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install --quiet --no-compile $(VERL_CONSTRAINT) $(VERL_IMPORTS)
 	$(VENV)-verl/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps '$(VERL)'
 	@touch $@
 
@@ -119,10 +131,38 @@ format: $(STAMP) ## reformat, and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# From what is installed, without the network: docs/testing.md says how the files are brought up to date.
+pins: $(STAMP) ## write the versions installed in $(VENV) to requirements/
+	$(BIN)/python requirements/pins.py
+
+pins-verl: $(VENV)-verl/.installed ## the same for the environment of `make verl`
+	$(VENV)-verl/bin/python requirements/pins.py verl
+
+# pip-audit in an environment of its own: its requirements are not ours.
+audit: $(VENV)-audit/.installed ## look the pinned versions up among the known vulnerabilities (needs the network)
+	$(VENV)-audit/bin/python requirements/audit.py $(VENV)-audit/bin/pip-audit requirements/*.txt
+
+$(VENV)-audit/.installed:
+	$(PYTHON) -m venv --clear $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
+	@touch $@
+
+# Every process of the tests counts, the spawned ranks too (tool.coverage in pyproject.toml). One test process:
+# make coverage ARGS='tests/unit tests/distributed'
+coverage: $(STAMP) ## lines and branches that the tests run, as a table and in runs/coverage/
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report
+
+# Material says at length that MkDocs 2 will be another program; the requirements keep to this one.
+docs: $(STAMP) ## the documentation's site, into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
+
 dist: $(STAMP) ## build the sdist and the wheel into dist/
-	$(PIP) install --quiet build
 	$(BIN)/python -m build
 
 clean: ## remove caches and build outputs; environments stay
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -36,6 +36,10 @@ class EntropyConfig:
 
     Raises:
         ValueError: a field is out of its range, or contradicts another.
+
+    Example:
+        >>> EntropyConfig(entropy_coeff=0.01, vocab_size=50257).head
+        'fused'
     """
 
     entropy: bool = True

@@ -27,15 +27,24 @@ class Execution:
         compact_rows: leave masked rows, and in backward rows without an upstream gradient, out of the
             products. It costs one host sync in a forward with a mask and one in backward; False
             computes them all and costs none.
+        deterministic: bring the sums of more than two ranks together in rank order, from one all-gather
+            instead of two all-reduces, so that their last digits do not depend on the order in which the
+            network adds. torch's deterministic algorithms ask for the same without this option, and a
+            swapped head sets it in Megatron's ``deterministic_mode``.
 
     Raises:
         ValueError: a value is out of its range.
+
+    Example:
+        >>> Execution(workspace_mib=64).backend
+        'auto'
     """
 
     backend: str = "auto"
     workspace_mib: int | None = None
     logits_budget_mib: int = 0
     compact_rows: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.backend, str):
@@ -47,8 +56,9 @@ class Execution:
             lowest = 1 if name == "workspace_mib" else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
                 raise ValueError(f"Execution: expected {name} of at least {lowest} MiB, got {value!r}")
-        if not isinstance(self.compact_rows, bool):
-            raise ValueError(f"Execution: expected compact_rows True or False, got {self.compact_rows!r}")
+        for name in ("compact_rows", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Execution: expected {name} True or False, got {getattr(self, name)!r}")
 
     def workspace_bytes(self, default_mib: int) -> int:
         """The bound in bytes, or the backend's default."""

@@ -270,15 +270,15 @@ class NoReduction:
 Reduction: TypeAlias = StatisticsReduction | OrderedStatisticsReduction | NoReduction
 
 
-def start_reduction(partial: PartialStatistics, group: TensorParallelGroup) -> Reduction:
+def start_reduction(partial: PartialStatistics, group: TensorParallelGroup, deterministic: bool) -> Reduction:
     """Begin to bring the ranks' parts together.
 
-    The sum of two numbers does not depend on their order. Of more it does, and then torch's deterministic
-    algorithms ask for the ordered form.
+    The sum of two numbers does not depend on their order. Of more it does, and then `deterministic` or
+    torch's deterministic algorithms ask for the ordered form.
     """
     if group.size == 1:
         return NoReduction(partial)
-    if group.size > 2 and torch.are_deterministic_algorithms_enabled():
+    if group.size > 2 and (deterministic or torch.are_deterministic_algorithms_enabled()):
         return OrderedStatisticsReduction(partial, group)
     return StatisticsReduction(partial, group)
 
@@ -307,5 +307,5 @@ def start_hidden_reduction(partial: Tensor, chunk: TokenChunk, group: TensorPara
 
 
 def checks_enabled() -> bool:
-    """Whether ``MCORE_ENTROPY_CHECKS=1`` asks for the checks that cost a collective or a host sync."""
+    """Whether ``MCORE_ENTROPY_CHECKS=1`` asks for what costs a comparison of ranks or a host sync."""
     return os.environ.get("MCORE_ENTROPY_CHECKS", "0") == "1"

@@ -49,6 +49,10 @@ class LogitTransform:
 
     Raises:
         ValueError: a value is not positive and finite.
+
+    Example:
+        >>> LogitTransform(softcap=30.0)
+        LogitTransform(scale=1.0, softcap=30.0)
     """
 
     scale: float = 1.0
@@ -71,6 +75,11 @@ class TokenStatistics:
         entropy: entropy of the distribution in nats, same dtype; None when it was not asked for.
         metrics: detached extras by name, same dtype: ``sum_pi_squared`` (sum of p squared), ``varentropy``
             (variance of -ln p, in nats squared), ``max_prob`` (largest p).
+
+    Example:
+        >>> found = TokenStatistics(log_probs=torch.zeros(2, 3))
+        >>> found.log_probs.shape, found.entropy, found.metrics
+        (torch.Size([2, 3]), None, {})
     """
 
     log_probs: Tensor
@@ -197,6 +206,12 @@ class PartialStatistics:
             return value.new_full((tokens,), neutral).index_copy_(0, rows, value)
 
         return PartialStatistics(**{name: place(name, value) for name, value in self.present().items()})
+
+    def put(self, rows: slice, part: PartialStatistics) -> None:
+        """Write a block's statistics in place. (Kept until the end, they would lie between freed tiles.)"""
+        values = part.present()
+        for name, all_values in self.present().items():
+            all_values[rows] = values[name]
 
     @staticmethod
     def concatenated(parts: Sequence[PartialStatistics]) -> PartialStatistics:

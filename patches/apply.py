@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 PATCHES = Path(__file__).resolve().parent
 HUNK = re.compile(rb"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
@@ -82,10 +82,24 @@ class Version:
     def read(folder: Path) -> Version:
         manifest = json.loads((folder / "target.json").read_text(encoding="utf-8"))
         files = [
-            PatchedFile(entry["path"], folder / entry["patch"], entry["base"], entry["patched"])
+            PatchedFile(
+                inside(entry["path"]), folder / inside(entry["patch"]), entry["base"], entry["patched"]
+            )
             for entry in manifest["files"]
         ]
         return Version(folder.name, tuple(manifest["releases"]), tuple(files))
+
+
+def inside(path: str) -> str:
+    """The manifest's path, which stays in the folder that it is relative to.
+
+    Raises:
+        Refused: it is absolute, or leads out.
+    """
+    for flavour in (PurePosixPath(path), PureWindowsPath(path)):
+        if flavour.anchor or ".." in flavour.parts or not flavour.parts:
+            raise Refused(f"target.json: expected a path inside its folder, got {path!r}")
+    return path
 
 
 def blob_hash(content: bytes) -> str:
@@ -205,7 +219,11 @@ def targets() -> dict[str, list[Version]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    known = targets()
+    try:
+        known = targets()
+    except Refused as refusal:
+        print(f"refused: {refusal}", file=sys.stderr)
+        return 1
     parser = argparse.ArgumentParser(description="Patch a checkout, undo it, or say where it stands.")
     parser.add_argument("action", choices=("apply", "revert", "check"))
     parser.add_argument("checkout", type=Path)

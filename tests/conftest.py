@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def pytest_configure() -> None:
     # The tensors are small: a second thread gains little, and waits for ever where cores are busy.
     torch.set_num_threads(1)
     as_backend.install()
+    # A shell that starts pytest in the background has it, and all that it starts, ignore a Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

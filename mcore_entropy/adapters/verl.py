@@ -9,7 +9,6 @@ changed, in forward or backward: no call needs a clone before it, and their orde
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -257,15 +256,13 @@ def _offsets(value: object) -> Tensor | None:
     return offsets
 
 
-def _packed(name: str, value: Any) -> Any:
+def _packed(name: str, value: Tensor) -> Tensor:
     """A jagged tensor's rows, one sequence after the other; dense ones as they are.
 
     Raises:
         ValueError: a nested tensor whose rows do not lie like that, or a tensor of another layout.
     """
-    if not isinstance(value, Tensor):
-        return value
-    if not value.is_nested:
+    if not isinstance(value, Tensor) or not value.is_nested:
         check_strided(name, value)
         return value
     if value.layout != torch.jagged or not value.is_contiguous():

@@ -177,7 +177,7 @@ def _megatron() -> Iterator[Finding]:
 
 
 # Ours, and what others' variables change in our results or speed.
-_OURS = {"MCORE_ENTROPY_CHECKS": "all ranks' arguments are compared, at the cost of a few collectives"}
+_OURS = {"MCORE_ENTROPY_CHECKS": "all ranks' arguments are compared, which costs time (docs/faults.md)"}
 _OTHERS = {
     "TRITON_INTERPRET": "1 runs Triton's kernels in its interpreter on the CPU, for tests: far too slow",
     "TORCHDYNAMO_DISABLE": "1 switches torch.compile off",

@@ -166,8 +166,11 @@ def check_tensor(
 
 
 def check_strided(name: str, value: Tensor) -> None:
-    """Raise ValueError for a sparse tensor and the like, which has neither strides nor a storage."""
-    if value.layout != torch.strided:
+    """Raise ValueError for a sparse tensor and the like, which has neither strides nor a storage.
+
+    What is no tensor is left to the checks that follow.
+    """
+    if isinstance(value, Tensor) and value.layout != torch.strided:
         raise ValueError(
             f"{name}: expected a dense tensor, got one of layout {value.layout}; see .to_dense()"
         )

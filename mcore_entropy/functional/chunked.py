@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def forward_in_chunks(
             partial = partial.placed(rows.kept, rows.chunk.tokens)
         if len(chunks) == 1 and problem.group.size == 1 and rows.chunk.sections == 1:
             return _results(problem, tokens, partial)
-        under_way.append((rows, start_reduction(partial, problem.group)))
+        under_way.append((rows, start_reduction(partial, problem.group, problem.execution.deterministic)))
         for _, reduction in under_way[-2:-1]:
             reduction.start_sum()
         for done, reduction in under_way[:-2]:
@@ -104,6 +105,18 @@ def _results(problem: Problem, tokens: TokenArguments, total: PartialStatistics)
     return TokenResults(normalizer, log_probs, entropy, metrics)
 
 
+def check_upstream(
+    call: str,
+    problem: Problem,
+    facts: dict[str, Any],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """With ``MCORE_ENTROPY_CHECKS=1``: every rank got the same gradients, [*], for this call's backward."""
+    upstream = {"gradient of log_probs": grad_log_probs, "gradient of entropy": grad_entropy}
+    check_agreement(problem.group, call, facts, upstream)
+
+
 @dataclass(frozen=True)
 class TokenGradients:
     """What every token brings along to a backward, [N] each; `live` tells into which a gradient flows."""
@@ -123,8 +136,6 @@ class TokenGradients:
         """From upstream gradients [*], any strides, None for none; at least one of the two is given."""
         grad_log_probs = None if grad_log_probs is None else grad_log_probs.reshape(-1)
         grad_entropy = None if grad_entropy is None else grad_entropy.reshape(-1)
-        upstream = {"gradient of log_probs": grad_log_probs, "gradient of entropy": grad_entropy}
-        check_agreement(problem.group, {}, upstream)
         live = torch.zeros_like(results.normalizer.maximum, dtype=torch.bool)
         if grad_log_probs is not None:
             nothing = tokens.ignored()

@@ -32,17 +32,28 @@ _T = TypeVar("_T")
 
 
 def by_columns_is_smaller(head: LocalHead, hidden_wanted: bool) -> bool:
+    """`columns_first` for a head's operands."""
+    problem = head.problem
+    return columns_first(
+        problem.shape.numel(),
+        problem.shard.vocab_size // problem.group.size,
+        problem.backend.most_rows(head.hidden, problem.execution),
+        hidden_wanted,
+        head.hidden.element_size() if problem.sections > 1 else 0,
+    )
+
+
+def columns_first(
+    tokens: int, columns: int, most_rows: int, hidden_wanted: bool, gathered_itemsize: int
+) -> bool:
     """Whether the order by columns needs less memory than an fp32 sum for the weight's gradient.
 
     The answer is the same on every rank of the group, and does not depend on which rows are computed.
+    `gathered_itemsize`: bytes of a number of the hidden states of all chunks, where they are gathered.
     """
-    problem = head.problem
-    tokens, columns = problem.shape.numel(), problem.shard.vocab_size // problem.group.size
-    if not 0 < tokens <= problem.backend.most_rows(head.hidden, problem.execution):
+    if not 0 < tokens <= most_rows:
         return False
-    per_token = 4 * hidden_wanted  # its fp32 sum
-    if problem.sections > 1:
-        per_token += head.hidden.element_size()  # the hidden states of all chunks, gathered
+    per_token = 4 * hidden_wanted + gathered_itemsize  # its fp32 sum, and what is gathered
     return tokens * per_token <= columns * 4
 
 
@@ -183,7 +194,7 @@ class Pass:
         self._kept = gradients.kept_of(chunks)
         problem = head.problem
         most_rows = problem.backend.most_rows(self.hidden, problem.execution)
-        self.blocks = _blocks(self.hidden.shape[0], most_rows)
+        self.blocks = row_blocks(self.hidden.shape[0], most_rows)
         self._first_tiles: GradientTiles | None = self._make_tiles(self.blocks[0])
 
     def tiles(self, block: slice) -> GradientTiles:
@@ -214,7 +225,7 @@ def _places(chunks: list[Rows]) -> Iterator[tuple[Rows, slice]]:
         start += rows.count
 
 
-def _blocks(rows: int, at_most: int) -> list[slice]:
+def row_blocks(rows: int, at_most: int) -> list[slice]:
     """[0, rows) in slices of nearly equal length; one of no rows, too, has its columns worked through."""
     count = max(-(-rows // at_most), 1)
     step = max(-(-rows // count), 1)

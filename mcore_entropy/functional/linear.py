@@ -138,8 +138,8 @@ def linear_log_probs_and_entropy(
         bias: [V/tp], any float dtype, added to the fp32 logits.
         transform: what the model does to its logits after the head (soft-capping, a scale).
         sequence_parallel: hidden is sharded along dimension 0 over the group, as Megatron's is.
-        mask, temperature, ignore_index, vocab_size, vocab_start_index, tp_group, entropy, metrics,
-            execution: as in `vocab_parallel_log_probs_and_entropy`.
+        mask, temperature, ignore_index, entropy, metrics: as in `vocab_parallel_log_probs_and_entropy`, and
+            so are vocab_size, vocab_start_index, tp_group and execution.
         chunk_size: tokens of one reduction over the group; None means 2048 on the CPU and 8192 elsewhere.
 
     Returns:
@@ -155,10 +155,17 @@ def linear_log_probs_and_entropy(
     mask by reference where they are contiguous, a tensor temperature, and three numbers a token.
 
     Collectives, for each chunk of n tokens: in forward one MAX all-reduce of n and one SUM all-reduce of 3 n
-    numbers (2 n without entropy, more with metrics), or, with torch's deterministic algorithms and more than
-    two ranks, one all-gather of 4 n; in backward one fp32 all-reduce of [n, H] if hidden needs a gradient.
-    With sequence_parallel also an all-gather of [n, H] in forward and again in backward, and a reduce-scatter
-    instead of the all-reduce. They run beside the products of the chunks that follow.
+    numbers (2 n without entropy, more with metrics), or, with execution.deterministic or torch's own
+    deterministic algorithms and more than two ranks, one all-gather of 4 n; in backward one fp32 all-reduce
+    of [n, H] if hidden needs a gradient. With sequence_parallel also an all-gather of [n, H] in forward and
+    again in backward, and a reduce-scatter instead of the all-reduce. They run beside the products of the
+    chunks that follow.
+
+    Example:
+        >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.zeros(4, 8)
+        >>> found = linear_log_probs_and_entropy(hidden, weight, torch.tensor([0, 3]))
+        >>> found.log_probs.exp()
+        tensor([0.2500, 0.2500], grad_fn=<ExpBackward0>)
     """
     with errors_on_every_rank(TensorParallelGroup.resolve(tp_group)):
         wanted = Wanted.checked(entropy, metrics)

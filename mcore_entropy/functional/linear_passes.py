@@ -17,6 +17,7 @@ from mcore_entropy.functional.arguments import FLOATS, TokenArguments, check_ten
 from mcore_entropy.functional.chunked import (
     TokenGradients,
     TokenResults,
+    check_upstream,
     forward_in_chunks,
     rows_to_compute,
 )
@@ -154,9 +155,10 @@ def forward_linear(
         "sequence_parallel": options.sequence_parallel,
         "partial hidden gradient": options.partial_hidden,
         "autocast": options.autocast_dtype,
+        "a backward follows": options.trained,
         "weight": f"{weight.dtype}, bias: {bias is not None}",
     }
-    keywords.verify_agreement(problem, tokens, facts)
+    keywords.verify_agreement("forward of the fused head", problem, tokens, facts)
 
     operands = operands.cast(options.autocast_dtype)
     like = operands.hidden.new_empty(0, dtype=statistics_dtype(operands.hidden.dtype))
@@ -190,10 +192,13 @@ def backward_linear(
     head = forward.operands.of(problem)
     dtype = statistics_dtype(hidden.dtype)
 
-    per_token = TokenGradients.of(problem, tokens, forward.results, grad_log_probs, grad_entropy)
     by_columns = (
         needed.weight and to_weight.sum_costs_memory(dtype) and by_columns_is_smaller(head, needed.hidden)
     )
+    # Both decide which collectives there are, and in which order.
+    facts = {"hidden needs a gradient": needed.hidden, "all chunks in one pass over the columns": by_columns}
+    check_upstream("backward of the fused head", problem, facts, grad_log_probs, grad_entropy)
+    per_token = TokenGradients.of(problem, tokens, forward.results, grad_log_probs, grad_entropy)
     weight_sum = None
     if needed.weight:
         weight_sum = to_weight.stored(problem.shard.counted) if by_columns else to_weight.summed(dtype)

@@ -41,6 +41,12 @@ class VocabParallelEntropy(torch.autograd.Function):
     Saved: the logits by reference, the mask, a tensor temperature, and three numbers a token (maximum,
     ln S, entropy); never the softmax. Collectives: one MAX and one SUM all-reduce of n and 2 n numbers for
     each chunk of n tokens in forward, none in backward, none on a single rank.
+
+    Example:
+        >>> logits = torch.zeros(2, 4, requires_grad=True)
+        >>> VocabParallelEntropy.apply(logits).sum().backward()  # a maximum: no slope
+        >>> logits.grad.abs().max() < 1e-6
+        tensor(True)
     """
 
     @staticmethod
@@ -129,6 +135,10 @@ def vocab_parallel_entropy(
         ValueError: an argument does not fit; before any collective.
 
     Collectives and what is saved for backward: see `VocabParallelEntropy`, with all tokens as one chunk.
+
+    Example:
+        >>> vocab_parallel_entropy(torch.zeros(2, 4)).exp().round()  # as uncertain as 4 equal choices
+        tensor([4., 4.])
     """
     return entropy_of_logits(
         vocab_parallel_logits, mask, temperature, vocab_size, vocab_start_index, tp_group, None, execution
@@ -149,7 +159,13 @@ def vocab_parallel_entropy_with_chunking(
     """`vocab_parallel_entropy` with at most chunk_size tokens in one reduction over the group.
 
     The token axis is cut whatever the layout, inside one autograd Function, so that nothing is kept per chunk
-    in training either. The other arguments, the result and the errors are those of `vocab_parallel_entropy`.
+    in training either. The other arguments, the result and the errors (ValueError)
+    are those of `vocab_parallel_entropy`; collectives and what is saved for backward: `VocabParallelEntropy`.
+
+    Example:
+        >>> mask = torch.tensor([True, True, False])
+        >>> vocab_parallel_entropy_with_chunking(torch.zeros(3, 4), 2, mask=mask).exp().round()
+        tensor([4., 4., 1.])
     """
     return entropy_of_logits(
         vocab_parallel_logits,
@@ -204,6 +220,12 @@ def vocab_parallel_log_probs_and_entropy(
     Collectives: for each chunk of n tokens one MAX all-reduce of n and one SUM all-reduce of 3 n numbers
     (2 n without entropy, more with metrics) in forward, none in backward. Saved for backward: the logits,
     target and mask by reference where they are contiguous, a tensor temperature, and three numbers a token.
+
+    Example:
+        >>> target = torch.tensor([0, -100])
+        >>> found = vocab_parallel_log_probs_and_entropy(torch.zeros(2, 4), target, metrics=("max_prob",))
+        >>> found.log_probs.exp(), found.metrics["max_prob"]
+        (tensor([0.2500, 1.0000]), tensor([0.2500, 0.2500]))
     """
     with errors_on_every_rank(TensorParallelGroup.resolve(tp_group)):
         wanted = Wanted.checked(entropy, metrics)

@@ -16,6 +16,7 @@ from mcore_entropy.functional.chunked import (
     Rows,
     TokenGradients,
     TokenResults,
+    check_upstream,
     forward_in_chunks,
     rows_to_compute,
 )
@@ -70,7 +71,8 @@ def forward_logits(logits: Tensor, group: TensorParallelGroup, keywords: Keyword
     """
     with errors_on_every_rank(group):
         problem, tokens = resolve_logits(logits, group, keywords)
-    keywords.verify_agreement(problem, tokens, {"vocab_parallel_logits": logits.dtype})
+    facts = {"vocab_parallel_logits": logits.dtype}
+    keywords.verify_agreement("forward of the logits form", problem, tokens, facts)
     rows_of_logits = LogitRows(logits[..., : problem.shard.counted])
 
     def local_statistics(rows: Rows, inputs: RowInputs) -> PartialStatistics:
@@ -94,6 +96,7 @@ def backward_logits(
     gradient = logits.new_empty(rows_of_logits.tokens, logits.shape[-1])
     gradient[:, counted:] = 0
 
+    check_upstream("backward of the logits form", problem, {}, grad_log_probs, grad_entropy)
     per_token = TokenGradients.of(problem, tokens, forward.results, grad_log_probs, grad_entropy)
     for rows in rows_to_compute(problem, per_token.live, problem.chunks()):
         if rows.dropped is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_entropy.backends import select
 from mcore_entropy.backends.interface import Backend
 from mcore_entropy.execution import Execution
-from mcore_entropy.functional.agreement import check_agreement, check_shards
+from mcore_entropy.functional.agreement import check_agreement
 from mcore_entropy.functional.arguments import (
     TokenArguments,
     checked_chunk_size,
@@ -124,7 +124,9 @@ class Keywords:
         )
         return problem, tokens
 
-    def verify_agreement(self, problem: Problem, tokens: TokenArguments, inputs: dict[str, Any]) -> None:
+    def verify_agreement(
+        self, call: str, problem: Problem, tokens: TokenArguments, inputs: dict[str, Any]
+    ) -> None:
         """With ``MCORE_ENTROPY_CHECKS=1``: every rank was given the same, and the shards fit together."""
         temperature = tokens.temperature
         facts = {
@@ -134,9 +136,15 @@ class Keywords:
             "vocab_start_index": "given" if self.vocab_start_index is not None else None,
             "chunk_size": problem.chunk_size,
             "ignore_index": tokens.ignore_index,
-            "entropy, metrics": (problem.wanted.entropy, problem.wanted.metrics),
-            "transform": problem.transform,
+            "log-probs, entropy, metrics": (
+                problem.wanted.target,
+                problem.wanted.entropy,
+                problem.wanted.metrics,
+            ),
+            "transform": checked_transform(problem.transform),
             "execution": problem.execution,
+            "backend": problem.backend.name,
+            "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             "temperature": "a tensor" if isinstance(temperature, Tensor) else temperature,
         }
         per_token: dict[str, Tensor | None] = {
@@ -144,5 +152,4 @@ class Keywords:
             "mask": tokens.mask,
             "temperature (tensor)": temperature if isinstance(temperature, Tensor) else None,
         }
-        check_agreement(problem.group, facts, per_token)
-        check_shards(problem.group, problem.shard)
+        check_agreement(problem.group, call, facts, per_token, problem.shard)

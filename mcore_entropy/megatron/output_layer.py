@@ -5,7 +5,7 @@ s sequence, b batch, H hidden size, V/tp columns of this rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,9 +131,11 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
                     f"{None if weight is None else tuple(weight.shape)}"
                 )
             wanted = Wanted.checked(config.entropy if entropy is None else entropy, config.metrics)
+        if self.config.deterministic_mode:
+            config = replace(config, execution=replace(config.execution, deterministic=True))
         temperature = config.temperature if temperature is None else temperature
         if config.head == "logits":
-            return self._statistics_of_logits(hidden, weight, target, mask, temperature, wanted)
+            return self._statistics_of_logits(config, hidden, weight, target, mask, temperature, wanted)
         keywords = Keywords(
             target=target,
             mask=mask,
@@ -145,7 +147,7 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
             wanted=wanted,
         )
         options = LinearOptions(
-            transform=after_mup(self.config, self.entropy_config.transform),
+            transform=after_mup(self.config, config.transform),
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
             # A reference model, called without a graph, needs no main_grad.
@@ -157,6 +159,7 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
 
     def _statistics_of_logits(
         self,
+        config: EntropyConfig,
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -164,9 +167,8 @@ class EntropyAwareOutputLayer(ColumnParallelLinear):  # type: ignore[misc, unuse
         temperature: float | Tensor,
         wanted: Wanted,
     ) -> TokenStatistics:
-        config = self.entropy_config
         logits, _ = super().forward(hidden, weight, runtime_gather_output=False)
-        transform = after_mup(self.config, self.entropy_config.transform)
+        transform = after_mup(self.config, config.transform)
         if isinstance(temperature, Tensor):  # a half-precision one would round the quotient below
             temperature = temperature.to(torch.promote_types(temperature.dtype, torch.float32))
         return vocab_parallel_log_probs_and_entropy(

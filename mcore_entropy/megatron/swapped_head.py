@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_entropy.config import EntropyConfig
-from mcore_entropy.functional.agreement import errors_on_every_rank
+from mcore_entropy.functional.agreement import check_agreement, errors_on_every_rank
 from mcore_entropy.megatron.output_layer import EntropyAwareOutputLayer, PendingCall
 from mcore_entropy.megatron.supported import check_call, name_of_head_caller
 from mcore_entropy.parallel import TensorParallelGroup
@@ -97,9 +97,12 @@ class SwappedHead:
         check_call(self.model, given.get("inference_context"))
         self._check_layer()
         layer = self._layer
-        with errors_on_every_rank(TensorParallelGroup.resolve(layer.tp_group)):
+        group = TensorParallelGroup.resolve(layer.tp_group)
+        with errors_on_every_rank(group):
             layer.pending_call = self._pending_call(labels)
         try:
+            # The collectives of MTP layers, or of a whole HybridModel, may come before the head's.
+            check_agreement(group, "labels of a swapped model", {}, {})
             result = self._call_head(*arguments, **keywords)
             if layer.pending_call is not None:
                 raise RuntimeError(

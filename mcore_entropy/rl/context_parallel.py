@@ -103,6 +103,10 @@ def context_parallel_shard(
 
     Raises:
         ValueError: an argument does not fit; a length that the layout does not cut into equal chunks.
+
+    Example:
+        >>> context_parallel_shard(torch.arange(8), "zigzag", 0, 2)
+        tensor([0, 1, 6, 7])
     """
     if not isinstance(tensor, Tensor) or dim not in range(-tensor.dim(), tensor.dim()):
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -120,6 +124,10 @@ def context_parallel_unshard(
 
     Raises:
         ValueError: as `context_parallel_shard`; shards of different shapes.
+
+    Example:
+        >>> context_parallel_unshard([torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])], "zigzag")
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     if len({shard.shape for shard in shards}) != 1:
         shapes = [tuple(shard.shape) for shard in shards]
@@ -141,6 +149,10 @@ def cu_seqlens_of_shard(cu_seqlens: Tensor, layout: Layout, rank: int, size: int
     Raises:
         ValueError: an argument does not fit; a length that the layout does not cut into equal chunks. The
             bounds' values are read on the CPU, elsewhere with ``MCORE_ENTROPY_CHECKS=1`` alone.
+
+    Example:
+        >>> cu_seqlens_of_shard(torch.tensor([0, 8, 12]), "zigzag", 0, 2)
+        tensor([0, 4, 6])
     """
     chunks = len(_chunks_of_ranks(layout, size)[0]) * size
     check_rank(rank, size)

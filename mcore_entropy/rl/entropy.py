@@ -22,6 +22,10 @@ class EntropyStatistics:
         mean: mean entropy in nats.
         share_above: share of the tokens whose entropy is above the threshold, 0 to 1.
         tokens: how many tokens these are, in the dtype of the others.
+
+    Example:
+        >>> EntropyStatistics(torch.tensor(0.5), torch.tensor(0.2), torch.tensor(10.0)).mean
+        tensor(0.5000)
     """
 
     mean: Tensor
@@ -53,6 +57,12 @@ def entropy_statistics(
         ValueError: an argument does not fit.
 
     Collectives: one all-reduce of three numbers a group.
+
+    Example:
+        >>> mask = torch.tensor([True, True, False])
+        >>> found = entropy_statistics(torch.tensor([0.5, 1.5, 9.0]), mask, threshold=1.0)
+        >>> found.mean, found.share_above
+        (tensor(1.), tensor(0.5000))
     """
     check_groups(groups)
     _check_threshold(threshold)

@@ -59,6 +59,10 @@ def token_mean(
 
     Collectives: one all-reduce of two numbers a group in forward, none in backward. Saved for backward: the
     mask and the number of tokens.
+
+    Example:
+        >>> token_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(1.5000)
     """
     check_positive("ranks_averaged", ranks_averaged)
     check_count(count)
@@ -78,6 +82,10 @@ def token_count(mask: Tensor, *, groups: Sequence[dist.ProcessGroup] = ()) -> Te
         ValueError: an argument does not fit.
 
     Collectives: one all-reduce of one number a group.
+
+    Example:
+        >>> token_count(torch.tensor([[True, True], [False, True]]))
+        tensor(3)
     """
     check_tensor("mask", mask, (torch.bool,), None, "; a mask of 0 and 1 becomes one by mask.bool()")
     check_groups(groups)
@@ -117,6 +125,11 @@ def sequence_mean(
 
     Collectives: in forward one all-reduce of 2 b numbers over cp_group, then one of two numbers a group; none
     in backward. Saved for backward: the mask and the sequences' numbers of tokens.
+
+    Example:
+        >>> values, mask = torch.tensor([[1.0, 3.0], [6.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+        >>> sequence_mean(values, mask)  # of 2 and 6
+        tensor(4.)
     """
     kept = counted(values, mask)
     if values.dim() != 2:
@@ -148,6 +161,11 @@ def packed_sequence_mean(
         count, cp_group, groups, ranks_averaged: see `sequence_mean`.
 
     Returns, raises, collectives: as `sequence_mean`, n in place of b.
+
+    Example:
+        >>> values, bounds = torch.tensor([1.0, 3.0, 6.0]), torch.tensor([0, 2, 3])
+        >>> packed_sequence_mean(values, torch.tensor([True, True, True]), bounds)  # of 2 and 6
+        tensor(4.)
     """
     kept = counted(values, mask)
     if values.dim() == 0 or values.dim() > 2 or values.numel() != values.shape[-1]:

@@ -43,6 +43,10 @@ def next_token_targets(
 
     Raises:
         ValueError: an argument does not fit.
+
+    Example:
+        >>> next_token_targets(torch.tensor([[5, 6, 7]]))
+        tensor([[   6,    7, -100]])
     """
     _check(tokens, mask, ignore_index)
     length = tokens.shape[-1]

@@ -243,7 +243,7 @@ def wrong_on_one_rank() -> list[str]:
 def test_checks_tell_every_rank() -> None:
     for rank, messages in enumerate(run_ranks(RANKS, wrong_on_one_rank)):
         for name, message in zip(("reduction", "labels", "calculate_entropy"), messages, strict=True):
-            where = "" if rank == 1 else "another rank of the group was given bad arguments: rank 1: "
+            where = "" if rank == 1 else "another rank of the group failed before the collectives: rank 1: "
             assert message.startswith(f"{where}{name}: expected")
 
 

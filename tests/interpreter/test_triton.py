@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ pytest.importorskip("triton", reason="needs triton: pip install 'mcore-entropy[t
 from mcore_entropy import backends
 from mcore_entropy.backends.triton import head_statistics, machine, operands
 from mcore_entropy.backends.triton.slices import column_slices
+from tests.interpreter.products import products_in_order
 
 ROWS, COLUMNS, WIDTH = 70, 300, 40
 TRITON = me.Execution(backend="triton")
@@ -57,20 +59,9 @@ def _way_to_load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def _products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter's product add a row's terms in one order wherever the row lies, as a GPU does.
-
-    It asks numpy's BLAS, whose kernels for AVX-512 give the same row other bits at another place of a tile.
-    """
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-
-    def create_dot(_: Any, a: Any, b: Any, d: Any, *_options: Any) -> Any:
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k : k + 1].astype(total.dtype) * b.data[k : k + 1].astype(total.dtype)
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+def _products_in_order() -> Iterator[None]:
+    with products_in_order():
+        yield
 
 
 def test_it_is_chosen() -> None:

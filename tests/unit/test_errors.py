@@ -201,6 +201,8 @@ def test_the_same_call_without_the_mistake_works(function: Any) -> None:
         (me.Execution, {"backend": "abacus"}, ("backend", "abacus", "auto")),
         (me.Execution, {"workspace_mib": -1}, ("workspace_mib", "-1")),
         (me.Execution, {"logits_budget_mib": -1}, ("logits_budget_mib", "-1")),
+        (me.Execution, {"compact_rows": 1}, ("compact_rows", "1")),
+        (me.Execution, {"deterministic": None}, ("deterministic", "None")),
         (me.LogitTransform, {"softcap": 0.0}, ("softcap", "0")),
         (me.LogitTransform, {"softcap": -5.0}, ("softcap", "-5")),
         (me.LogitTransform, {"scale": float("nan")}, ("scale", "nan")),

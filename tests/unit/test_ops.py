@@ -31,7 +31,7 @@ def test_a_call_survives_the_way_through_an_op() -> None:
         vocab_size=5,
         vocab_start_index=6,
         chunk_size=7,
-        execution=me.Execution("torch", 8, 9, False),
+        execution=me.Execution("torch", 8, 9, False, True),
     )
     # None is left at its default: a new field needs an argument of the ops, and a value here.
     for record in (keywords, keywords.execution):

@@ -1,7 +1,4 @@
-"""The torch backend: works through rows and columns in tiles whose size a workspace bounds.
-
-The default workspace is 12 MiB on the CPU, where tiles should stay in the cache, and 256 MiB elsewhere.
-"""
+"""The torch backend: works through rows and columns in tiles whose size a workspace bounds."""
 
 from __future__ import annotations
 
@@ -20,51 +17,18 @@ from mcore_entropy.backends.interface import (
     TokenSelection,
 )
 from mcore_entropy.backends.pytorch.arithmetic import scale_logits_, tile_gradient_, tile_statistics_
+from mcore_entropy.backends.pytorch.tiles import column_blocks, even_ranges, most_rows, tile_cells
 from mcore_entropy.execution import Execution
 from mcore_entropy.products import HALF, fp16_scale, multiplies_halves, product
 from mcore_entropy.statistics import PartialStatistics, Wanted, statistics_dtype
-
-_CPU_WORKSPACE_MIB = 12
-_DEVICE_WORKSPACE_MIB = 256
-# Live at once for one tile: the logits, their exponentials, and a third for a softcap's slope, for
-# the squares of a metric or for a half-precision copy.
-_TILES_ALIVE = 3
-# More rows than this bring a matrix product no speed (docs/decisions/0004-torch-tiles.md), and fewer columns
-# than this lose it. Tiles are a multiple of it wide: cuBLAS has no fast kernels for odd row strides.
-_MOST_ROWS = 2048
-_FEWEST_COLUMNS = 64
-
-
-def _cells(device: torch.device, dtype: torch.dtype, execution: Execution) -> int:
-    """How many numbers one tile may hold."""
-    default = _CPU_WORKSPACE_MIB if device.type == "cpu" else _DEVICE_WORKSPACE_MIB
-    return execution.workspace_bytes(default) // (_TILES_ALIVE * statistics_dtype(dtype).itemsize)
-
-
-def _ranges(length: int, at_most: int, multiple: int = 1) -> Iterator[slice]:
-    """[0, length) in slices of nearly equal length, all but the last of a multiple of `multiple`."""
-    count = max(-(-length // max(at_most, 1)), 1)
-    step = -(-length // (count * multiple)) * multiple
-    for start in range(0, length, max(step, 1)):
-        yield slice(start, min(start + step, length))
-
-
-def _rows_at_most(cells: int) -> int:
-    return max(min(_MOST_ROWS, cells // _FEWEST_COLUMNS), 1)
-
-
-def _column_blocks(tokens: int, columns: int, cells: int) -> list[slice]:
-    """Columns of the tiles of [tokens, columns]."""
-    at_most = cells // max(tokens, 1) // _FEWEST_COLUMNS * _FEWEST_COLUMNS
-    return list(_ranges(columns, max(at_most, _FEWEST_COLUMNS), _FEWEST_COLUMNS))
 
 
 def _row_tiles(
     logits: LogitRows, tokens: TokenSelection, execution: Execution
 ) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of whole rows, each a copy in the dtype of the statistics that is free to be overwritten."""
-    cells = _cells(logits.device, logits.dtype, execution)
-    for rows in _ranges(tokens.count, cells // max(logits.columns, 1)):
+    cells = tile_cells(logits.device, logits.dtype, execution)
+    for rows in even_ranges(tokens.count, cells // max(logits.columns, 1)):
         block = tokens.block(rows.start, rows.stop).read(logits)
         yield rows, block.to(statistics_dtype(block.dtype), copy=True)
 
@@ -91,12 +55,12 @@ class TorchBackend:
         execution: Execution,
     ) -> PartialStatistics:
         like = torch.empty(0, dtype=statistics_dtype(logits.dtype), device=logits.device)
-        parts = [PartialStatistics.empty(0, wanted, like)]
+        total = PartialStatistics.empty(tokens.count, wanted, like)
         for rows, tile in _row_tiles(logits, tokens, execution):
             block = inputs.block(rows)
             z = scale_logits_(tile, block.transform, block.temperature)
-            parts.append(self.tile_statistics(z, block.target, wanted))
-        return PartialStatistics.concatenated(parts)
+            total.put(rows, self.tile_statistics(z, block.target, wanted))
+        return total
 
     def logits_gradient(
         self,
@@ -123,25 +87,25 @@ class TorchBackend:
     ) -> PartialStatistics:
         assert keep is None  # kept_logits makes none
         like = torch.empty(0, dtype=statistics_dtype(hidden.dtype), device=hidden.device)
-        parts = [PartialStatistics.empty(0, wanted, like)]
-        cells = _cells(hidden.device, hidden.dtype, execution)
-        for rows in _ranges(hidden.shape[0], _rows_at_most(cells)):
+        total = PartialStatistics.empty(hidden.shape[0], wanted, like)
+        cells = tile_cells(hidden.device, hidden.dtype, execution)
+        for rows in even_ranges(hidden.shape[0], most_rows(cells)):
             block = inputs.block(rows)
             tokens = rows.stop - rows.start
-            total = PartialStatistics.empty(tokens, wanted, like)
-            for columns in _column_blocks(tokens, weight.shape[0], cells):
+            of_rows = PartialStatistics.empty(tokens, wanted, like)
+            for columns in column_blocks(tokens, weight.shape[0], cells):
                 z = scale_logits_(
                     _logits(hidden[rows], weight, bias, columns), block.transform, block.temperature
                 )
-                total = total.merge(self.tile_statistics(z, block.target_from(columns.start), wanted))
-            parts.append(total)
-        return PartialStatistics.concatenated(parts)
+                of_rows = of_rows.merge(self.tile_statistics(z, block.target_from(columns.start), wanted))
+            total.put(rows, of_rows)
+        return total
 
     def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> None:
         """None: `check` allows no budget."""
 
     def most_rows(self, like: Tensor, execution: Execution) -> int:
-        return _rows_at_most(_cells(like.device, like.dtype, execution))
+        return most_rows(tile_cells(like.device, like.dtype, execution))
 
     def linear_gradient_tiles(
         self,
@@ -172,8 +136,8 @@ class _TorchGradientTiles:
     ) -> None:
         self._operands = hidden, weight, bias
         self._inputs, self._gradients = inputs, gradients
-        cells = _cells(hidden.device, hidden.dtype, execution)
-        self.slices: Sequence[slice] = _column_blocks(hidden.shape[0], weight.shape[0], cells)
+        cells = tile_cells(hidden.device, hidden.dtype, execution)
+        self.slices: Sequence[slice] = column_blocks(hidden.shape[0], weight.shape[0], cells)
         self.factor: Tensor | None = None
 
     def tile(self, columns: slice) -> Tensor:

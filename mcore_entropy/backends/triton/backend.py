@@ -18,16 +18,11 @@ from mcore_entropy.backends.interface import (
     RowInputs,
     TokenSelection,
 )
-from mcore_entropy.backends.triton import head_statistics, rows, wide
+from mcore_entropy.backends.triton import head_statistics, rows, sizes, wide
 from mcore_entropy.backends.triton.head_gradient import HeadGradientTiles
 from mcore_entropy.execution import Execution
 from mcore_entropy.products import HALF
 from mcore_entropy.statistics import PartialStatistics, Wanted
-
-_WORKSPACE_MIB = 256
-_WITH_HIDDEN_SUM_MIB = 512
-# A tile at least so wide: with fewer columns the passes over the sums cost more than they are worth.
-_FEWEST_COLUMNS = 1024
 
 
 class TritonBackend:
@@ -81,17 +76,17 @@ class TritonBackend:
         if not weight.shape[0]:  # a shard that is all padding
             like = torch.empty(0, dtype=torch.float32, device=hidden.device)
             return PartialStatistics.empty(hidden.shape[0], wanted, like)
-        workspace = execution.workspace_bytes(_WORKSPACE_MIB)
         with torch.cuda.device_of(hidden):
             if hidden.dtype in HALF:
                 return head_statistics.linear_statistics(hidden, weight, bias, inputs, wanted, keep)
+            workspace = sizes.wide_workspace(execution)
             return wide.linear_statistics(hidden, weight, bias, inputs, wanted, workspace)
 
     def kept_logits(self, tokens: int, columns: int, like: Tensor, execution: Execution) -> KeptLogits | None:
         return head_statistics.kept_logits(tokens, columns, like, execution.logits_budget_mib * 2**20)
 
     def most_rows(self, like: Tensor, execution: Execution) -> int:
-        return max(execution.workspace_bytes(_WORKSPACE_MIB) // (like.element_size() * _FEWEST_COLUMNS), 1)
+        return sizes.most_rows(like.element_size(), execution)
 
     def linear_gradient_tiles(
         self,
@@ -105,8 +100,7 @@ class TritonBackend:
         kept: KeptRows | None = None,
     ) -> GradientTiles:
         if hidden.dtype not in HALF:
-            workspace = execution.workspace_bytes(_WORKSPACE_MIB)
+            workspace = sizes.wide_workspace(execution)
             return wide.WideGradientTiles(hidden, weight, bias, inputs, gradients, workspace)
-        hidden_sum_mib = 4 * tokens * hidden.shape[1] // 2**20
-        workspace = execution.workspace_bytes(max(_WITH_HIDDEN_SUM_MIB - hidden_sum_mib, _WORKSPACE_MIB))
+        workspace = sizes.gradient_workspace(execution, tokens, hidden.shape[1])
         return HeadGradientTiles(hidden, weight, bias, inputs, gradients, kept, workspace)

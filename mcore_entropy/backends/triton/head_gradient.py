@@ -14,7 +14,7 @@ from mcore_entropy.backends.triton import head_kernels, target_kernels
 from mcore_entropy.backends.triton.machine import gradient_tile, statistics_tile
 from mcore_entropy.backends.triton.operands import HeadProduct, describable, source
 from mcore_entropy.backends.triton.rows import Coefficients
-from mcore_entropy.backends.triton.slices import column_slices
+from mcore_entropy.backends.triton.sizes import aligned, gradient_slices, widest
 from mcore_entropy.products import fp16_scale
 
 _TARGET_BLOCK, _TARGET_ROWS = 1024, 4  # its rows come one after the other, 0.7 us each
@@ -44,19 +44,17 @@ class HeadGradientTiles:
         self._coefficients = Coefficients.of(gradients, multiplier)
         self._tile = gradient_tile(self._head.machine)
         kept_columns = 0 if kept is None else kept.logits.columns
-        at_most = max(workspace // (2 * max(hidden.shape[0], 1)), 1)
-        self.slices: Sequence[slice] = [
-            *column_slices(0, kept_columns, at_most, *hidden.shape, self._head.machine),
-            *column_slices(kept_columns, weight.shape[0], at_most, *hidden.shape, self._head.machine),
-        ]
-        widest = max((s.stop - s.start for s in self.slices), default=0)
-        self._workspace = hidden.new_empty(hidden.shape[0] * (-(-widest // 8) * 8))
+        rows, hidden_size = hidden.shape
+        slices = gradient_slices(
+            rows, hidden_size, weight.shape[0], kept_columns, workspace, self._head.machine
+        )
+        self.slices: Sequence[slice] = slices
+        self._workspace = hidden.new_empty(hidden.shape[0] * aligned(widest(slices)))
 
     def tile(self, columns: slice) -> Tensor:
         head, width = self._head, columns.stop - columns.start
         rows = head.hidden.shape[0]
-        # Rows on 16-byte boundaries, whatever the width.
-        stride = -(-width // 8) * 8
+        stride = aligned(width)
         out = self._workspace[: rows * stride].view(rows, stride)[:, :width]
         if not rows:
             return out

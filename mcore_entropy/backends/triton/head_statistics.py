@@ -10,10 +10,9 @@ from mcore_entropy.backends.triton import head_kernels, row_kernels, target_kern
 from mcore_entropy.backends.triton.machine import Tile, machine, statistics_tile
 from mcore_entropy.backends.triton.operands import HeadProduct, describable, source
 from mcore_entropy.backends.triton.rows import named_sums, sum_count, sum_flags
+from mcore_entropy.backends.triton.sizes import STATISTICS_ROWS, KeptSize, aligned, statistics_tiles
 from mcore_entropy.statistics import PartialStatistics, Wanted
 
-# Rows of one launch: the partials of a tile are bounded, and more rows bring no speed.
-_MOST_ROWS = 8192
 _MERGED_ROWS, _MERGED_TILES = 32, 32
 _TARGET_BLOCK = 1024
 
@@ -28,8 +27,8 @@ def linear_statistics(
 ) -> PartialStatistics:
     like = torch.empty(0, dtype=torch.float32, device=hidden.device)
     parts = [PartialStatistics.empty(0, wanted, like)]
-    for start in range(0, hidden.shape[0], _MOST_ROWS):
-        rows = slice(start, min(start + _MOST_ROWS, hidden.shape[0]))
+    for start in range(0, hidden.shape[0], STATISTICS_ROWS):
+        rows = slice(start, min(start + STATISTICS_ROWS, hidden.shape[0]))
         head = HeadProduct.of(hidden[rows], weight, bias, inputs.block(rows))
         parts.append(_statistics(head, wanted, None if keep is None else keep.block(rows.start, rows.stop)))
     return parts[1] if len(parts) == 2 else PartialStatistics.concatenated(parts)
@@ -38,7 +37,7 @@ def linear_statistics(
 def _statistics(head: HeadProduct, wanted: Wanted, keep: KeptLogits | None) -> PartialStatistics:
     n, columns = head.hidden.shape[0], head.weight.shape[0]
     tile = statistics_tile(head.machine)
-    tiles = -(-columns // tile.columns)
+    tiles = statistics_tiles(columns, head.machine)
     partials = torch.empty(sum_count(wanted), tiles, n, dtype=torch.float32, device=head.hidden.device)
     kept_columns = 0 if keep is None else keep.columns
     if keep is not None and kept_columns:
@@ -125,12 +124,8 @@ def _target_logit(head: HeadProduct, largest_x: Tensor) -> Tensor:
 
 def kept_logits(tokens: int, columns: int, hidden: Tensor, budget: int) -> KeptLogits | None:
     """Room for whole tiles of columns, as many as `budget` bytes hold for all tokens."""
-    width = statistics_tile(machine(hidden.device)).columns
-    bytes_a_tile = tokens * (width * 2 + 4)
-    tiles = min(budget // max(bytes_a_tile, 1), -(-columns // width))
-    if not tiles or not tokens:
+    kept = KeptSize.within(tokens, columns, budget, machine(hidden.device))
+    if not kept.tiles:
         return None
-    kept_columns = min(tiles * width, columns)
-    # Rows on 16-byte boundaries, whatever the number of columns.
-    exponents = hidden.new_empty(tokens, -(-kept_columns // 8) * 8, dtype=torch.float16)
-    return KeptLogits(exponents[:, :kept_columns], hidden.new_empty(tiles, tokens, dtype=torch.float32))
+    exponents = hidden.new_empty(tokens, aligned(kept.columns), dtype=torch.float16)
+    return KeptLogits(exponents[:, : kept.columns], hidden.new_empty(kept.tiles, tokens, dtype=torch.float32))

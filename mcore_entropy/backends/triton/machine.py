@@ -2,7 +2,8 @@
 
 A tile depends on the architecture and on what a kernel does, never on the number of tokens nor on a timing: a
 token's results must not depend on its neighbours, and every run must give the same bits.
-docs/decisions/0005-triton-tiles.md has the measurements.
+docs/decisions/0005-triton-tiles.md has the measurements. Only what asks a device needs Triton: the tables are
+there without it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from triton import knobs
-from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ _INTERPRETED = Tile(rows=32, columns=64, depth=32, group=2, warps=4, stages=1, p
 
 def interpreted() -> bool:
     """Whether ``TRITON_INTERPRET=1`` was in force when the kernels were made."""
+    from triton import knobs
+
     return bool(knobs.runtime.interpret)
 
 
@@ -67,6 +68,8 @@ def interpreted() -> bool:
 def machine(device: torch.device) -> Machine:
     if interpreted():
         return Machine(multiprocessors=3, tma=True, large_tiles=False, interpreted=True)
+    from triton.runtime import driver
+
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = driver.active.utils.get_device_properties(index)
     return Machine(

@@ -13,15 +13,8 @@ from torch import Tensor
 
 from mcore_entropy.backends.interface import LogitRows, RowGradients, RowInputs, TokenSelection
 from mcore_entropy.backends.triton.rows import logits_gradient, logits_statistics
+from mcore_entropy.backends.triton.sizes import STATISTICS_ROWS, wide_slices, widest
 from mcore_entropy.statistics import PartialStatistics, Wanted
-
-_MOST_ROWS = 8192
-_MULTIPLE = 64  # cuBLAS has no fast kernels for odd row strides
-
-
-def _slices(rows: int, columns: int, workspace: int) -> list[slice]:
-    step = max(workspace // (4 * max(rows, 1)) // _MULTIPLE, 1) * _MULTIPLE
-    return [slice(start, min(start + step, columns)) for start in range(0, columns, step)]
 
 
 class _LogitTiles:
@@ -29,9 +22,8 @@ class _LogitTiles:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, workspace: int) -> None:
         self._operands = hidden, weight, bias
-        self.slices = _slices(hidden.shape[0], weight.shape[0], workspace)
-        widest = max((s.stop - s.start for s in self.slices), default=0)
-        self._buffer = hidden.new_empty(hidden.shape[0] * widest)
+        self.slices = wide_slices(hidden.shape[0], weight.shape[0], workspace)
+        self._buffer = hidden.new_empty(hidden.shape[0] * widest(self.slices))
 
     def tile(self, columns: slice) -> Tensor:
         hidden, weight, bias = self._operands
@@ -51,8 +43,8 @@ def linear_statistics(
 ) -> PartialStatistics:
     like = torch.empty(0, dtype=torch.float32, device=hidden.device)
     parts = [PartialStatistics.empty(0, wanted, like)]
-    for start in range(0, hidden.shape[0], _MOST_ROWS):
-        rows = slice(start, min(start + _MOST_ROWS, hidden.shape[0]))
+    for start in range(0, hidden.shape[0], STATISTICS_ROWS):
+        rows = slice(start, min(start + STATISTICS_ROWS, hidden.shape[0]))
         block = inputs.block(rows)
         total = PartialStatistics.empty(rows.stop - rows.start, wanted, like)
         tiles = _LogitTiles(hidden[rows], weight, bias, workspace)

@@ -56,6 +56,7 @@ class Call(NamedTuple):
     workspace_mib: int | None
     logits_budget_mib: int
     compact_rows: bool
+    deterministic: bool
 
     def resolved_group(self) -> TensorParallelGroup:
         return TensorParallelGroup.named(self.group)
@@ -78,7 +79,13 @@ class Call(NamedTuple):
             vocab_size=self.vocab_size,
             vocab_start_index=self.vocab_start_index,
             chunk_size=self.chunk_size,
-            execution=Execution(self.backend, self.workspace_mib, self.logits_budget_mib, self.compact_rows),
+            execution=Execution(
+                self.backend,
+                self.workspace_mib,
+                self.logits_budget_mib,
+                self.compact_rows,
+                self.deterministic,
+            ),
         )
 
 
@@ -86,7 +93,7 @@ CALL_SCHEMA = (
     "Tensor? target, Tensor? mask, Tensor? temperature_per_token, float temperature, SymInt ignore_index, "
     "SymInt? vocab_size, SymInt? vocab_start_index, SymInt? chunk_size, str? group, bool log_probs, "
     "bool entropy, str metrics, str backend, SymInt? workspace_mib, SymInt logits_budget_mib, "
-    "bool compact_rows"
+    "bool compact_rows, bool deterministic"
 )
 
 
@@ -112,6 +119,7 @@ def call_of(tp_group: GroupArgument, keywords: Keywords) -> Call:
         workspace_mib=execution.workspace_mib,
         logits_budget_mib=execution.logits_budget_mib,
         compact_rows=execution.compact_rows,
+        deterministic=execution.deterministic,
     )
 
 
