@@ -70,7 +70,7 @@ CASES = {ranks: logits_cases(ranks) + fused_cases(ranks) for ranks in (1, 2)}
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[Case, int]:
-    """A thread of gloo's may hold a finished reduction's tensor a moment longer: the lower of two runs counts."""
+    """A thread of gloo's may hold a finished reduction's tensor a little longer: the lower of two runs counts."""
     found = dict(zip(CASES[1], live_peaks(CASES[1]), strict=True))
     runs = [max_over_ranks(run_ranks(2, live_peaks, CASES[2])) for _ in range(2)]
     return found | dict(zip(CASES[2], map(min, *runs), strict=True))
