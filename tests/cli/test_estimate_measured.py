@@ -5,6 +5,8 @@ The workspace is small, so that tiles do not hide the rest. Tests on a GPU: test
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -25,35 +27,32 @@ def logits_cases(ranks: int) -> list[Case]:
         Case(head, Workload(*shape, dtype, ranks, sequence_parallel, entropy=entropy))
         for head in ("eager", "chunked")
         for shape, dtype, entropy in (
-            (MANY, FP32, False),
-            (UNEVEN, FP32, True),
-            (UNEVEN, BF16, False),
-            (FEW, BF16, True),
+            ((2500, 32, 1000), FP32, True),
+            ((2500, 32, 1000), BF16, False),
+            ((64, 512, 8000), BF16, True),  # products outweigh the statistics
+            ((5000, 8, 256), BF16, True),
         )
         for sequence_parallel in {False, ranks > 1}
-    ] + [
-        # Products outweigh the statistics.
-        Case("eager", Workload(64, 2048, 1000, BF16, ranks)),
-        Case("chunked", Workload(5000, 16, 500, BF16, ranks)),
     ]
 
 
 def fused_cases(ranks: int) -> list[Case]:
     cases = [
         Case("fused", Workload(*shape, dtype, ranks, sequence_parallel, masked), 4, chunk_size)
-        for shape in (MANY, FEW, UNEVEN)
+        for shape, chunk_size in ((MANY, None), (FEW, 512), (UNEVEN, None))
         for dtype in (FP32, BF16)
-        for masked, chunk_size in ((0.0, None), (0.6, None), (0.6, 512))
+        for masked in (0.0, 0.6)
         for sequence_parallel in {False, ranks > 1}
     ]
     cases += [
-        Case("fused", Workload(*MANY, BF16, ranks, entropy=False, main_grad=True), 4, 512),
+        Case("fused", Workload(*UNEVEN, BF16, ranks, entropy=False, main_grad=True), 4, 512),
         Case("fused", Workload(*FEW, BF16, ranks, main_grad=True), 1),
         # The last moment is the largest: rounding the weight's sum, and what autograd gets beside main_grad.
-        Case("fused", Workload(5000, 256, 4000, BF16, ranks), 1, 256),
-        Case("fused", Workload(512, 256, 16000, BF16, ranks, main_grad=True), 1, 256),
+        Case("fused", Workload(2000, 256, 3500, BF16, ranks), 1, 256),
+        Case("fused", Workload(256, 256, 16000, BF16, ranks, main_grad=True), 1, 128),
         Case("fused", Workload(3000, 32, 2000, torch.float16, ranks), 4),
         Case("fused", Workload(*UNEVEN, BF16, ranks, masked=1.0), 4),
+        Case("fused", Workload(64, 16, 9000, FP32, ranks), 12),
     ]
     return cases
 
@@ -68,16 +67,18 @@ def estimated(case: Case) -> Head:
 CASES = {ranks: logits_cases(ranks) + fused_cases(ranks) for ranks in (1, 2)}
 
 
-@pytest.fixture(scope="module")
-def peaks() -> dict[Case, int]:
-    """A thread of gloo's may hold a finished reduction's tensor a moment longer: the lower of two runs counts."""
-    found = dict(zip(CASES[1], live_peaks(CASES[1]), strict=True))
-    runs = [max_over_ranks(run_ranks(2, live_peaks, CASES[2])) for _ in range(2)]
-    return found | dict(zip(CASES[2], map(min, *runs), strict=True))
-
-
-def max_over_ranks(of_ranks: list[list[int]]) -> list[int]:
-    return [max(of_case) for of_case in zip(*of_ranks, strict=True)]
+@functools.cache
+def peaks(ranks: int) -> dict[Case, int]:
+    """The largest of any rank, in bytes."""
+    cases = CASES[ranks]
+    if ranks == 1:
+        return dict(zip(cases, live_peaks(cases), strict=True))
+    # gloo's thread may hold a finished reduction's tensor a moment longer: the lower of two runs counts.
+    runs = [run_ranks(ranks, live_peaks, cases, timeout=240) for _ in range(2)]
+    return {
+        case: min(max(of_ranks) for of_ranks in of_case)
+        for case, *of_case in zip(cases, *(zip(*run, strict=True) for run in runs), strict=True)
+    }
 
 
 def name(case: Case) -> str:
@@ -91,9 +92,9 @@ def name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", [*CASES[1], *CASES[2]], ids=name)
-def test_within_five_per_cent(case: Case, peaks: dict[Case, int]) -> None:
+def test_within_five_per_cent(case: Case) -> None:
     peak = estimated(case).peak
-    assert peak.bytes == pytest.approx(peaks[case], rel=0.05), peak
+    assert peak.bytes == pytest.approx(peaks(case.work.tensor_parallel)[case], rel=0.05), peak
 
 
 def test_the_cases_meet_every_kind_of_moment() -> None:
