@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,11 @@ class Case:
     workspace_mib: int | None = None
     chunk_size: int | None = None
     logits_budget_mib: int = 0
+    backend: str = "auto"
 
     @property
     def execution(self) -> me.Execution:
-        return me.Execution(workspace_mib=self.workspace_mib, logits_budget_mib=self.logits_budget_mib)
+        return me.Execution(self.backend, self.workspace_mib, self.logits_budget_mib)
 
     def inputs(self, group: dist.ProcessGroup | None, device: str = "cpu") -> Inputs:
         work = self.work
@@ -76,8 +76,3 @@ def live_peak(case: Case) -> int:
 
 def live_peaks(cases: list[Case]) -> list[int]:
     return [live_peak(case) for case in cases]
-
-
-def spread(items: list[object], count: int) -> list[object]:
-    """`count` of the items, again from the first."""
-    return list(islice(cycle(items), count))

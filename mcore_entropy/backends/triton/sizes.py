@@ -80,9 +80,18 @@ class KeptSize:
     def within(tokens: int, columns: int, budget: int, device: Machine) -> KeptSize:
         """As many as `budget` bytes hold for all tokens."""
         width = statistics_tile(device).columns
-        bytes_a_tile = tokens * (width * 2 + 4)
+        bytes_a_tile = KeptSize._of_a_tile(tokens, device)
         tiles = min(budget // max(bytes_a_tile, 1), statistics_tiles(columns, device))
         if not tiles or not tokens:
             return KeptSize(0, 0, 0)
         kept = min(tiles * width, columns)
         return KeptSize(tiles, kept, tokens * (aligned(kept) * 2 + tiles * 4))
+
+    @staticmethod
+    def budget_for_all(tokens: int, columns: int, device: Machine) -> int:
+        """The least budget within which every column is kept: whole tiles, the last one too."""
+        return statistics_tiles(columns, device) * KeptSize._of_a_tile(tokens, device)
+
+    @staticmethod
+    def _of_a_tile(tokens: int, device: Machine) -> int:
+        return tokens * (statistics_tile(device).columns * 2 + 4)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_entropy.backends.triton.sizes import KeptSize
 from mcore_entropy.cli.estimate.cards import Card, tiles_of
 from mcore_entropy.cli.estimate.fused_head import fused
 from mcore_entropy.cli.estimate.logits_heads import chunked, eager
@@ -110,7 +112,7 @@ def estimate(
     Raises:
         ValueError: the backend does not run on this card, or a value is out of its range.
     """
-    if reserved_gib is not None and reserved_gib < 0:
+    if reserved_gib is not None and not 0 <= reserved_gib < math.inf:
         raise ValueError(f"reserved: expected 0 GiB or more, got {reserved_gib:g}")
     free = int((card.gib - (reserved_gib or 0)) * GIB) - _resident(work)
 
@@ -146,9 +148,8 @@ def estimate(
 
 def _budget_mib(work: Workload, card: Card, backend: str, left: int) -> int:
     """MiB of logits worth keeping in `left` bytes: all of them or as many as there is room for."""
-    everything = Execution(logits_budget_mib=2**40 // MIB)
-    tiles = tiles_of(backend, card, work, everything)
+    tiles = tiles_of(backend, card, work, Execution())
     if not isinstance(tiles, TritonTiles) or work.dtype not in HALF or left < MIB:
         return 0
-    whole = -(-tiles.kept(work.live(work.tokens)).bytes // MIB)
+    whole = -(-KeptSize.budget_for_all(work.live(work.tokens), work.columns, tiles.machine) // MIB)
     return min(whole, left // MIB)

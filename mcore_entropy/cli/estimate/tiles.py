@@ -75,8 +75,6 @@ class TorchTiles:
         return 0
 
     def gradient(self, rows: int, stored: bool) -> int:
-        if not rows:
-            return 0
         blocks = row_blocks(rows, self.most_rows)
         block = blocks[0].stop
         slices = column_blocks(block, self.work.columns, self._cells)

@@ -42,7 +42,7 @@ class Workload:
             raise ValueError(f"masked: expected a share between 0 and 1, got {self.masked}")
         if self.sequence_parallel and self.tokens % self.tensor_parallel:
             raise ValueError(
-                f"tokens: expected a multiple of tensor_parallel = {self.tensor_parallel} with sequence "
+                f"tokens: expected a multiple of tensor_parallel_size = {self.tensor_parallel} with sequence "
                 f"parallelism, got {self.tokens}"
             )
         if self.tensor_parallel > self.vocab_size:
