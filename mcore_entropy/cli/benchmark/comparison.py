@@ -13,7 +13,7 @@ from mcore_entropy.cli.benchmark.heads import Head
 from mcore_entropy.cli.benchmark.machine import available_bytes
 from mcore_entropy.cli.benchmark.measure import Step
 from mcore_entropy.cli.benchmark.problem import Inputs, Problem, UserError
-from mcore_entropy.cli.benchmark.ranks import Channel, HeadFailed, Ranks
+from mcore_entropy.cli.benchmark.ranks import HeadFailed, Ranks
 from mcore_entropy.cli.benchmark.truth import Truth, wrong
 
 Progress = Callable[[str], None]
@@ -58,7 +58,6 @@ class _Entrant:
 
     row: Row
     step: Step
-    channel: Channel
     iterations: int = 1
 
 
@@ -102,7 +101,7 @@ class Comparison:
             row.reason = row.reason or self._too_large(head, available)
             if row.reason is None:
                 channel = self._ranks.channel(head.name)
-                entrant = _Entrant(row, Step(head, inputs, channel.group), channel)
+                entrant = _Entrant(row, Step(head, inputs, channel))
                 self._check(entrant, truth)
 
     def _too_large(self, head: Head, available: int) -> str | None:
@@ -116,10 +115,10 @@ class Comparison:
         step, row = entrant.step, entrant.row
 
         def errors() -> dict[str, float]:
-            return truth.errors(row.gives, step.run(), step.group)
+            return truth.errors(row.gives, step.run(), step.channel.group)
 
         try:
-            found = entrant.channel.attempt(errors)
+            found = entrant.step.channel.attempt(errors)
         except HeadFailed as error:
             row.reason = str(error)
         else:
@@ -156,14 +155,14 @@ class Comparison:
             entrant.step.inputs.free()
 
     def _remember_peak(self, entrant: _Entrant) -> None:
-        entrant.row.peak_bytes = max(entrant.channel.attempt(entrant.step.peak_bytes))
+        entrant.row.peak_bytes = max(entrant.step.channel.attempt(entrant.step.peak_bytes))
 
     def _choose_iterations(self, entrant: _Entrant) -> None:
-        seconds = max(entrant.channel.attempt(entrant.step.seconds))
+        seconds = max(entrant.step.channel.attempt(entrant.step.seconds))
         entrant.iterations = entrant.step.iterations(seconds)
 
     def _time(self, entrant: _Entrant) -> None:
-        times = entrant.channel.attempt(lambda: entrant.step.milliseconds(entrant.iterations))
+        times = entrant.step.channel.attempt(lambda: entrant.step.milliseconds(entrant.iterations))
         forward, backward = max(times, key=sum)
         entrant.row.forward_ms.append(forward)
         entrant.row.backward_ms.append(backward)

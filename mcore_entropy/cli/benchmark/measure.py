@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mcore_entropy.cli.benchmark.heads import Head, Results
 from mcore_entropy.cli.benchmark.problem import Inputs
-from mcore_entropy.cli.benchmark.ranks import Group
+from mcore_entropy.cli.benchmark.ranks import Channel
 
 # A GPU's clock follows the power of what ran just before: each head runs as long untimed before it is timed.
 _ACCELERATOR_SECONDS = 0.05
@@ -53,12 +53,12 @@ class Step:
 
     head: Head
     inputs: Inputs
-    group: Group
+    channel: Channel
 
     def run(self) -> Results:
         """Forward and backward; gradients are in the inputs."""
         self.inputs.free()
-        results = self.head.run(self.inputs, self.group)
+        results = self.head.run(self.inputs, self.channel.group)
         torch.autograd.backward(results, self._upstream(results))
         return results
 
@@ -82,14 +82,14 @@ class Step:
         if self._device.type != "cpu":
             for _ in range(iterations):
                 self.run()
-        if self.group is not None:
-            dist.barrier(self.group)
+        if self.channel.group is not None:
+            dist.barrier(self.channel.group)
         marks = []
         for _ in range(iterations):
             self.inputs.free()
             start, middle, end = self._mark(), self._mark(), self._mark()
             start.record()
-            results = self.head.run(self.inputs, self.group)
+            results = self.head.run(self.inputs, self.channel.group)
             middle.record()
             torch.autograd.backward(results, self._upstream(results))
             end.record()

@@ -107,7 +107,7 @@ _PEERS = (
     Peer("liger-kernel", Head("liger-kernel", liger), tensor_parallel=True, on_cpu=True),
     Peer(
         "liger-kernel",
-        Head("liger-kernel, loss", liger_loss, ("loss",)),
+        Head("liger-kernel-loss", liger_loss, ("loss",)),
         tensor_parallel=False,
         on_cpu=False,
     ),

@@ -2,15 +2,18 @@
 
 A head that fails on one rank, out of memory as a rule, leaves the others waiting in its collectives for ever.
 So each head has a process group of its own; a rank that fails says so in a store that no collective of the
-head uses; and the others, which watch the store, abort the head's group and learn the reason.
+head uses, and leaves the group. NCCL's collectives end where they are aborted, which the others do that watch
+the store; gloo's end where a peer closes its connections, which it does with the last reference to its group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 Group = dist.ProcessGroup | None
 _PATIENCE = timedelta(minutes=30)  # a rank may compile much longer than another
+_COLLECTIVE_PATIENCE = timedelta(minutes=10)  # should something keep a failed rank's group alive after all
 _POLL = 0.05  # seconds
 
 
@@ -91,7 +95,8 @@ class TogetherChannel:
 
     def __init__(self, ranks: Together, name: str) -> None:
         self._ranks, self._name, self._attempts = ranks, name, 0
-        self.group: Group = dist.new_group(timeout=_PATIENCE)
+        # The one lasting reference: see `_leave`.
+        self.group: Group = dist.new_group(timeout=_COLLECTIVE_PATIENCE)
         # Now, while all are well: a group that is still to connect cannot be aborted.
         dist.all_reduce(torch.zeros(1, device=ranks.device), group=self.group)
 
@@ -111,10 +116,13 @@ class TogetherChannel:
                 reason = described(error)
                 if store.add(f"{key} failures", 1) == 1:  # not of those that this failure makes fail
                     store.set(f"{key} first", json.dumps([self._ranks.rank, reason]))
-                self._abort()
+                traceback.clear_frames(error.__traceback__)  # they hold the group, and tensors
+        if reason:
+            self._leave()
         store.set(f"{key} of {self._ranks.rank}", json.dumps([reason, result]))
         outcomes = [json.loads(store.get(f"{key} of {rank}")) for rank in range(self._ranks.size)]
         if any(reason for reason, _ in outcomes):
+            self._leave()
             rank, reason = json.loads(store.get(f"{key} first"))
             raise HeadFailed(f"on rank {rank} of {self._ranks.size}: {reason}")
         return [result for _, result in outcomes]
@@ -139,9 +147,20 @@ class TogetherChannel:
             thread.join()
 
     def _abort(self) -> None:
-        with contextlib.suppress(Exception):  # it may have been closed under us by the other ranks' abort
-            assert self.group is not None
-            self.group.abort()
+        """End NCCL's collectives on this rank; gloo's go on."""
+        if self.group is not None and self._ranks.device.type != "cpu":
+            with contextlib.suppress(Exception):  # what it raises of a group that has failed already
+                self.group.abort()
+
+    def _leave(self) -> None:
+        """Close this rank's connections, so that gloo's collectives end on the others."""
+        if self.group is None:
+            return
+        self._abort()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self.group)
+        self.group = None
+        gc.collect()  # of graphs and tracebacks that hold it
 
 
 Ranks = Alone | Together
