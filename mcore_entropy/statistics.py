@@ -62,8 +62,9 @@ class LogitTransform:
         for name, value in (("scale", self.scale), ("softcap", self.softcap)):
             if value is None and name == "softcap":
                 continue
-            if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator] # a number
-                raise ValueError(f"LogitTransform: expected a positive, finite {name}, got {value!r}")
+            largest = torch.finfo(torch.float32).max
+            if type(value) not in (int, float) or not 0 < value <= largest:  # type: ignore[operator] # a number
+                raise ValueError(f"LogitTransform: expected a positive, finite {name} in fp32, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ class Wanted:
         """
         if not isinstance(entropy, bool):
             raise ValueError(f"entropy: expected True or False, got {entropy!r}")
-        if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+        if isinstance(metrics, (str, bytes)) or not isinstance(metrics, Sequence):
             raise ValueError(f"metrics: expected a tuple of names, got {metrics!r}")
         for name in metrics:
             if name not in METRICS:

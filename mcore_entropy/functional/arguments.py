@@ -5,7 +5,6 @@ Every error is a ValueError that says what was expected, what came, and where a 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +63,8 @@ class TokenArguments:
         """
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             raise ValueError(f"ignore_index: expected an int, got {ignore_index!r}")
+        if not -(2**63) <= ignore_index < 2**63:
+            raise ValueError(f"ignore_index: expected an int of 64 bits, got {ignore_index}")
         if target is not None:
             check_tensor("target", target, _INTEGERS, device)
             _check_shape("target", target, shape, shape_source)
@@ -119,7 +120,8 @@ def checked_temperature_number(temperature: object) -> float:
     """A temperature that is no tensor, if it is a positive, finite number."""
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
         raise ValueError(f"temperature: expected a number or a tensor with one a token, got {temperature!r}")
-    if not (math.isfinite(temperature) and temperature >= torch.finfo(torch.float32).tiny):
+    fp32 = torch.finfo(torch.float32)
+    if not fp32.tiny <= temperature <= fp32.max:  # also holds for NaN, and for ints beyond every float
         raise ValueError(f"temperature: expected a positive, finite number in fp32, got {temperature}")
     return float(temperature)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_entropy.backends.interface import KeptLogits
 from mcore_entropy.functional.agreement import errors_on_every_rank
-from mcore_entropy.functional.arguments import FLOATS, TokenArguments, check_tensor
+from mcore_entropy.functional.arguments import FLOATS, TokenArguments, check_bool, check_tensor
 from mcore_entropy.functional.chunked import (
     TokenGradients,
     TokenResults,
@@ -112,6 +112,7 @@ def resolve_linear(
         ValueError: an argument does not fit.
     """
     hidden, weight, _ = operands
+    check_bool("sequence_parallel", options.sequence_parallel)
     assert not (options.partial_hidden and options.sequence_parallel)
     _check_operands(*operands, options.autocast_dtype)
     sections = group.size if options.sequence_parallel else 1

