@@ -1,4 +1,4 @@
-"""`mcore-entropy benchmark` on two ranks: what fails or is wrong on one is measured on none, and nothing hangs."""
+"""`mcore-entropy benchmark` on two ranks: what fails or is wrong on one is measured on none."""
 
 from __future__ import annotations
 

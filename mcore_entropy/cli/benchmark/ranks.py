@@ -160,6 +160,9 @@ class TogetherChannel:
         with contextlib.suppress(Exception):
             dist.destroy_process_group(self.group)
         self.group = None
+        # A backward that raised leaves its other nodes, which hold the group, in this thread's queue; the
+        # next backward takes them out.
+        torch.zeros((), requires_grad=True).backward()
         gc.collect()  # of graphs and tracebacks that hold it
 
 
