@@ -80,7 +80,8 @@ def _truth_statistics(
     log_p = torch.where(use, z, 0.0) - total.log()[..., None]
     p = torch.where(use, log_p.exp(), 0.0)
     entropy = -(p * torch.where(use, log_p, 0.0)).sum(-1)
-    spread = torch.where(use, log_p + entropy[..., None], 0.0)
+    # ln p + H, without the ln S in both, which would leave its rounding where all p are alike.
+    spread = torch.where(use, z - (p * torch.where(use, z, 0.0)).sum(-1, keepdim=True), 0.0)
     metrics = {
         "sum_pi_squared": p.square().sum(-1),
         "varentropy": (p * spread.square()).sum(-1),

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.properties.strategies import Case
+from tests.properties.case import Case
 from tests.properties.tensors import Whole, build, dtype_of, out_dtype
 from tests.properties.truth import ULP, Truth, truth_of
 

@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, Phase, settings
 FACTOR = int(os.environ.get("MCORE_ENTROPY_EXAMPLES", "1"))
 
 
-def examples(count: int) -> Callable[[Any], Any]:
-    """Settings of a test with so many examples in CI."""
+def examples(count: int, *more: Phase) -> Callable[[Any], Any]:
+    """Settings of a test with so many examples in CI; `more`: Phase.shrink, where examples are fast."""
     return settings(
         max_examples=count * FACTOR,
         derandomize=FACTOR == 1,
         database=None,
         deadline=None,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        phases=(Phase.explicit, Phase.generate, *more),
         report_multiple_bugs=False,
         # A test builds tensors and runs ranks; fixtures (fresh buffers hold NaN) serve all examples.
         suppress_health_check=[

@@ -5,16 +5,19 @@ Legend: N tokens, V vocabulary over all ranks, H hidden size; "whole" is unshard
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mcore_entropy as me
 from tests.comparison import assert_same_bits
-from tests.properties.strategies import Case
+from tests.properties.case import Case
 
 INF, NAN = float("inf"), float("nan")
 
@@ -312,3 +315,9 @@ def answers(case: Case, rank: int = 0, group: Any = None) -> dict[str, Tensor]:
     for x, bytes_before in zip(tensors, before, strict=True):
         assert torch.equal(_storage(x), bytes_before), "an input was changed"
     return found
+
+
+def answers_of_batch(batch: list[Case], checks: bool) -> list[dict[str, Tensor]]:
+    """Those of this rank. The checks of agreement, where they are on, must find nothing to complain about."""
+    with mock.patch.dict(os.environ, MCORE_ENTROPY_CHECKS="1" if checks else "0"):
+        return [answers(case, dist.get_rank(), dist.group.WORLD) for case in batch]

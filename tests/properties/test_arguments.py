@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -155,7 +155,7 @@ def mistakes(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return form, {name: draw(BAD[name]) for name in names}
 
 
-@examples(300)
+@examples(300, Phase.shrink)
 @given(mistakes())
 def test_bad_arguments_are_value_errors(mistake: tuple[str, dict[str, Any]]) -> None:
     form, changes = mistake
@@ -170,7 +170,7 @@ def test_without_the_mistake_the_call_works(form: str) -> None:
     FUNCTIONS[form][0](**right(form))
 
 
-@examples(100)
+@examples(100, Phase.shrink)
 @given(st.data())
 def test_bad_settings_are_value_errors(data: st.DataObject) -> None:
     record, bad = data.draw(

@@ -12,8 +12,8 @@ import torch
 
 from mcore_entropy.backends import TorchBackend
 from mcore_entropy.backends.pytorch import backend
+from tests.properties.case import Case
 from tests.properties.checks import check
-from tests.properties.strategies import Case
 from tests.properties.tensors import answers
 
 LOGITS = Case("both", (4, 3), (50,), metrics=("max_prob", "sum_pi_squared", "varentropy"))

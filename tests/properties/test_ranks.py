@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from unittest import mock
-
 import pytest
-import torch.distributed as dist
 from hypothesis import given, note
 from hypothesis import strategies as st
-from torch import Tensor
 
+from tests.properties.case import Case
 from tests.properties.checks import check
 from tests.properties.profile import examples
-from tests.properties.strategies import FORMS_OF_LOGITS, Case, cases
-from tests.properties.tensors import answers
+from tests.properties.strategies import FORMS_OF_LOGITS, cases
+from tests.properties.tensors import answers_of_batch
 from tests.ranks import run_ranks
 
 CASES_A_CALL = 8
 LIMIT = 60.0  # seconds: a rank that waits for the others is a failure
 
 
-def answer_all(batch: list[Case], checks: bool) -> list[dict[str, Tensor]]:
-    """Module level, for `run_ranks`. The checks of agreement must find nothing to complain about."""
-    found = []
-    with mock.patch.dict(os.environ, MCORE_ENTROPY_CHECKS="1" if checks else "0"):
-        for case in batch:
-            found.append(answers(case, dist.get_rank(), dist.group.WORLD))
-    return found
-
-
 def check_on_ranks(ranks: int, batch: list[Case], checks: bool) -> None:
-    by_rank = run_ranks(ranks, answer_all, batch, checks, timeout=LIMIT)
+    by_rank = run_ranks(ranks, answers_of_batch, batch, checks, timeout=LIMIT)
     for case, *of_ranks in zip(batch, *by_rank, strict=True):
         note(f"{case}")
         check(case, of_ranks)

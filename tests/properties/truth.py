@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tests import reference as ref
-from tests.properties.strategies import Case
+from tests.properties.case import Case
 from tests.properties.tensors import Whole, out_dtype
 
 # Units in the last place of the statistics' dtype for a size of 1. Over 2,400 drawn cases they were at most
@@ -195,19 +195,13 @@ class _Sizes:
         second = (self.p * self.d.square()).sum(-1, keepdim=True)
         varentropy = second - self.mean.square()
         top, squares = self.p.amax(-1), self.p.square()
-        # The truth squares ln p + H, which is as close as its own ln S: to first order, and to second.
-        rounded = (1 + self.log_sum) * torch.finfo(torch.float64).eps
-        of_truth = (
-            2 * (self.p * spread.abs()).sum(-1, keepdim=True) * rounded + rounded.square()
-        ) / self.unit
         linear = (spread.square() - varentropy + 2 * spread).abs() * self.w
         quadratic = (self.d.square() - second - 2 * self.mean * spread).abs()
         return {
             "log_probs": of_log_prob.gather(-1, at)[..., 0],
             "entropy": self.of_entropy()[..., 0],
             "sum_pi_squared": (squares * (2 * self.w + 5 + 2 * self.sum_size)).sum(-1),
-            "varentropy": (self.p * (linear + quadratic)).sum(-1)
-            + (4 * (second + self.mean.square()) + of_truth)[..., 0],
+            "varentropy": (self.p * (linear + quadratic)).sum(-1) + 4 * (second + self.mean.square())[..., 0],
             "max_prob": top * (self.sum_size[..., 0] + 1),
         }
 
