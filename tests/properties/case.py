@@ -1,8 +1,8 @@
 """One call of the library, described in full by a `Case` that prints as its own reproduction.
 
 A case names kinds of rows, layouts and options; the numbers themselves come from its seed (see tensors.py).
-That keeps an example small enough to shrink, and lets every rank build the same tensors. Here and in tensors.py
-hypothesis is not imported: the ranks do not draw.
+That keeps an example small enough to shrink, and lets every rank build the same tensors. Here and in
+tensors.py hypothesis is not imported: the ranks do not draw.
 """
 
 from __future__ import annotations
