@@ -238,27 +238,31 @@ class _Torchrun:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         store = dist.PrefixStore(f"call {self.calls}", self.store)
         self.calls += 1
-        _make_group(store, self.rank, self.world_size, timeout)
+        # The backend gives up later than the alarm: whose time-out it was would be chance otherwise.
+        _make_group(store, self.rank, self.world_size, timeout + _GRACE)
         results: list[Any] = [None] * self.world_size
-        failure, message = None, b""
+        failure, outcome = None, (0.0, b"")
         try:
             with _interrupted_after(timeout):
                 dist.all_gather_object(results, function(*args))
         except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:
-            failure, message = error, _raised(error)
+            failure, outcome = error, (time.monotonic(), _raised(error))
             _destroy_group()  # wakes the ranks that wait for this one
         # The group may be broken, so the store tells every rank what became of the others.
         names = [f"outcome of {rank}" for rank in range(self.world_size)]
-        store.set(names[self.rank], message)
-        store.wait(names, timedelta(seconds=timeout + _GRACE))
+        store.set(names[self.rank], pickle.dumps(outcome))
+        store.wait(names, timedelta(seconds=timeout + 2 * _GRACE))
         _destroy_group()
-        if failure is not None:
+        outcomes = [pickle.loads(store.get(name)) for name in names]
+        failed = [rank for rank, (_, message) in enumerate(outcomes) if message]
+        if not failed:
+            return results
+        # Every rank raises the first failure: the later ones came of it, when its group was destroyed.
+        first = min(failed, key=lambda rank: outcomes[rank][0])
+        if first == self.rank and failure is not None:
             raise failure
-        for rank, name in enumerate(names):
-            if message := store.get(name):
-                _, error, where = pickle.loads(message)
-                raise error from RankTraceback(f"rank {rank} of {self.world_size}\n{where}")
-        return results
+        _, error, where = pickle.loads(outcomes[first][1])
+        raise error from RankTraceback(f"rank {first} of {self.world_size}\n{where}")
 
 
 def _destroy_group() -> None:
